@@ -183,7 +183,7 @@ def beside_a_device(given: argparse.Namespace) -> None:
     def took(step: Any) -> float:
         known = sum(one.known for one in step.packed.work)
         prompts = (PROMPT_MS * known + STAGED_MS * bool(known)) / 1e3
-        return second * step.passes * bool(step.resident) + prompts
+        return second * step.record.passes * bool(step.resident) + prompts
 
     engines = {method: build(given, some, seconds, model=given.model) for method, some in drafting.items()}
     for engine in engines.values():

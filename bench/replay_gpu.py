@@ -87,7 +87,7 @@ def make_engine(method: str, given: argparse.Namespace, clock: host.Reckoned) ->
     def took(step: Any) -> float:
         size, tree = (step.shape.size, step.shape.tree) if step.resident else (0, NO_TREE)
         known = sum(one.known for one in step.packed.work)
-        return seconds(tree, size) * step.passes + seconds(NO_TREE, 0, prompt_rows=known)
+        return seconds(tree, size) * step.record.passes + seconds(NO_TREE, 0, prompt_rows=known)
 
     assert isinstance(engine.runner, GraphRunner)
     host.time_steps(engine.runner, clock, took)

@@ -126,8 +126,10 @@ def make_engine(method: str, given: argparse.Namespace, clock: host.Reckoned) ->
         known, here = sum(one.known for one in step.packed.work), len(step.resident)
         if given.experts and here:
             read = mixture.expected(here * (tree.nodes + 1), here) * dice.gauss(1, NOISE)
-            step.experts = min(read, mixture.total)
-        ms = pass_ms(tree, size, next(iter(step.shape.drafters), ""), step.experts) * step.passes
+            step.record.experts = min(read, mixture.total)
+        ms = (
+            pass_ms(tree, size, next(iter(step.shape.drafters), ""), step.record.experts) * step.record.passes
+        )
         ms += PROMPT_TOKEN * known + (PROMPT if size else ALONE) * bool(known)
         ms += HEAD_PREFILL + HEAD_TOKEN * step.prefill[1] if step.prefill is not None else 0.0
         return float(ms / 1e3)

@@ -10,7 +10,7 @@ import pytest
 
 from outrider import Settings
 from outrider.control.guards import Guards
-from outrider.engine.planning import guards_of
+from outrider.engine.build import guards_of
 from outrider.errors import InvalidRequest
 from outrider.sampling_params import SamplingParams
 from outrider.settings import family_seconds, free_memory, others_seconds

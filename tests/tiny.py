@@ -140,7 +140,7 @@ def sequence(tokens, row: int = -1, cached: int = 0, prompt: int | None = None, 
 
 
 class Always(Planner):
-    """A planner with the same `draft_plan` for everyone, with the drafter and mode each request asks for."""
+    """A planner with the same `draft_plan` for everyone, with the drafter each request asks for."""
 
     def __init__(self, draft_plan: DraftPlan, on=lambda sequence: True) -> None:
         super().__init__(draft_plan.drafter)
@@ -157,7 +157,7 @@ class Always(Planner):
         if asked.off or not self.on(sequence):
             return NO_DRAFT_PLAN
         plan = self.draft_plan
-        return DraftPlan(asked.drafter or plan.drafter, plan.nodes, plan.depth, plan.tree, asked.mode)
+        return DraftPlan(asked.drafter or plan.drafter, plan.nodes, plan.depth, plan.tree)
 
     def observe(self, record) -> None: ...
     def forget(self, sequence) -> None: ...

@@ -192,7 +192,6 @@ class DraftPlan:
     nodes: int = 0
     depth: int = 0
     tree: tuple[int, ...] | None = None  # a fixed shape; None with nodes > depth: grown best first
-    mode: str = "coupled"
 
 
 NO_DRAFT_PLAN = DraftPlan()
@@ -270,13 +269,13 @@ class Work:
         self.released = sequence.released
 
     def launch(self, tokens: int, wait: bool) -> None:
-        """On its way: it will emit so many tokens at least. Whether the sequence must `wait` for that to go on."""
+        """The step is in flight and will emit at least `tokens`. `wait`: the sequence moves on only once it settles."""
         self.waits, self.comes = self.known if wait else 0, tokens if self.emits else 0
         self.sequence.launched += self.waits
         self.sequence.coming += self.comes
 
     def settle(self) -> None:
-        """No longer on its way."""
+        """The step is no longer in flight."""
         self.sequence.launched -= self.waits
         self.sequence.coming -= self.comes
 
@@ -317,9 +316,8 @@ class Options:
     resident: tuple[bool, ...] = ()  # for each piece of work, whether it is in the persistent batch
     decodes: tuple[bool, ...] = ()  # whether it could be, if the host drafts nothing for it
     trees: Mapping[str, tuple[TreeShape, ...]] = field(default_factory=dict)  # of that batch, by lead drafter
-    chains: Mapping[str, tuple[TreeShape, ...]] = field(
-        default_factory=dict
-    )  # that requests may ask for there
+    # Chains that requests may ask for there.
+    chains: Mapping[str, tuple[TreeShape, ...]] = field(default_factory=dict)
     model_free: tuple[
         str, ...
     ] = ()  # drafters without passes; in a chain step they may draft beside the lead
@@ -427,23 +425,23 @@ class DrafterPrefill(NamedTuple):
 class StepRecord:
     """What a step cost and bought. The only source for planner, metrics, dashboard and bench."""
 
-    rows: int
-    sequences: int
-    known: int  # prompt and already emitted tokens fed
-    drafted: int
-    accepted: int
-    emitted: int
-    plan_s: float
-    draft_s: float
-    target_s: float
-    verify_s: float
-    total_s: float
+    rows: int = 0  # of one pass
+    sequences: int = 0
+    known: int = 0  # prompt and already emitted tokens fed
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    plan_s: float = 0.0
+    draft_s: float = 0.0
+    target_s: float = 0.0
+    verify_s: float = 0.0
+    total_s: float = 0.0
     outcomes: list[Outcome] = field(default_factory=list)  # empty if no sequence could draft
     reasons: tuple[Reason, ...] = ()  # why the planner decided as it did, one for each piece of work
     # Seconds that plain steps would have taken for the same tokens; 0: unknown, or no sequence waited for a token.
     plain_s: float = 0.0
     captured: CapturedShape | None = None  # of the persistent batch, if there was one
-    passes: int = 1  # plain ones, one after the other; rows are those of one
+    passes: int = 1  # plain ones, one after the other
     prompt_rows: int = 0  # of the rows, those of prompt chunks
     drafter_prefill: DrafterPrefill | None = None
     # Of one drafting sequence now and then: its drafter, tokens it emitted, and the sum of the probabilities that the

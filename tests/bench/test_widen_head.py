@@ -15,7 +15,7 @@ from outrider.bench.widen_head import WidenedHead
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.eagle_head import EagleHead
 from outrider.draft.reading import text_batch
-from outrider.engine.draft_room import draft_room
+from outrider.engine.memory import draft_room
 from outrider.errors import InvalidRequest
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.heads import HeadConfig, head_shapes, write_head

@@ -10,7 +10,7 @@ from pathlib import Path
 from outrider.control import guards
 from outrider.control.guards import Guards
 from outrider.control.reasons import KINDS
-from outrider.engine.planning import guards_of
+from outrider.engine.build import guards_of
 from outrider.settings import Settings
 
 FOLDER = Path(guards.__file__).parent

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from outrider.control.guards import HOLD, PROBE_SHARE
-from outrider.control.plan_cache import PlanCache
+from outrider.control.history import PlanCache
 from outrider.control.reasons import AUTO, NOTHING_FOUND, OFF, PREFILL
 from outrider.types import NO_DRAFT_PLAN, DraftPlan, Options, Plan, Reason, TreeShape
 from tests.control.build import KINDS, decoding, options_of, outcome, prompt, record, work_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.control.trees import CHAINS, RATES, TREES, choice_rate, node_ranks, tree_nodes
-from outrider.device.layout import TreeLayout
+from outrider.device.ops import TreeLayout
 
 SHAPES = (*CHAINS, *TREES)
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from outrider.control.trees import tree_nodes
 from outrider.device.capture import CapturedStep, StepShape
-from outrider.device.layout import TreeLayout
-from outrider.device.ops import StepOps, run_levels
+from outrider.device.ops import StepOps, TreeLayout, run_levels
 from outrider.model.kernels.reference import ReferenceKernels
 from outrider.types import NO_DRAFT, Batch, Sequence, TreeShape
 from outrider.verify.batch import verify_rows

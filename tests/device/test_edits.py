@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from outrider.control.trees import tree_nodes
-from outrider.device import edits
-from outrider.device.layout import TreeLayout
-from outrider.device.ops import StepOps
+from outrider.device import state as device_state
+from outrider.device.ops import StepOps, TreeLayout
 from outrider.types import NO_DRAFT, Draft, Sequence
 from outrider.verify.process import process
 from outrider.verify.rows import lay_out
@@ -71,7 +70,7 @@ def test_levels_of_a_tree_are_edited_as_its_rows() -> None:
 
 
 def test_rows_are_few_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edits, "MOST", 2)
+    monkeypatch.setattr(device_state, "MAX_EDITED", 2)
     first, second, third = (sequence(row, [1, 2], [3], presence_penalty=0.5) for row in range(3))
     state = state_of([first, second, third], VOCAB)
     assert state.can_edit(first) and state.can_edit(second) and not state.can_edit(third)

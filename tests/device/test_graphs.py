@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from outrider.device.buckets import CAPTURE_AFTER
-from outrider.device.capture import StepShape
-from outrider.device.graphs import StepGraphs
+from outrider.device.capture import StepGraphs, StepShape
 from outrider.types import TreeShape
 
 SHAPE = StepShape(4, TreeShape(2, 2), ("lm",), 1024, True, 1, 128, 16, 0, True)

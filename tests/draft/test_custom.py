@@ -12,8 +12,7 @@ import pytest
 import outrider
 from outrider import LLM, Draft, Drafter, DrafterContext, OutriderError
 from outrider.draft import names
-from outrider.draft.custom import load_source, make_custom
-from outrider.draft.names import Part, check_parts, parse_draft
+from outrider.draft.names import Part, check_parts, load_source, make_custom, parse_draft
 from outrider.errors import InvalidRequest, ModelNotFound
 from tests.load.tiny import write_folder
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.control.trees import TREES, tree_nodes
-from outrider.device.layout import TreeLayout
+from outrider.device.ops import TreeLayout
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.eagle_head import load_eagle
 from outrider.types import NO_DRAFT_PLAN, Draft, DraftPlan

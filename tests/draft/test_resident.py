@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from outrider.control.trees import tree_nodes
-from outrider.device.layout import TreeLayout
-from outrider.device.ops import StepOps
+from outrider.device.ops import StepOps, TreeLayout
 from outrider.device.state import SequenceState
 from outrider.draft.lookup import LookupDrafter
 from outrider.types import MAX_NODES, Draft, DraftPlan

@@ -16,6 +16,9 @@ from tests.tiny import sequence
 WIDE = 200
 
 
+REJECTION = {"mode": "rejection"}
+
+
 def table(vocab: int, seed: int = 0) -> torch.Tensor:
     """Logits by the last token."""
     return torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed)) * 2
@@ -131,8 +134,8 @@ def test_what_the_drafter_rules_out_is_not_guessed():
     logits = torch.full((20, 20), float("-inf"))
     logits[:, 3] = 1.0
     for mode in ("coupled", "rejection"):
-        draft_plan = DraftPlan("x", 2 + 4, 2, (2, 2), mode) if mode == "rejection" else DraftPlan("x", 6, 2)
-        growth, _ = grown(draft_plan, logits, temperature=1.0)
+        draft_plan = DraftPlan("x", 2 + 4, 2, (2, 2)) if mode == "rejection" else DraftPlan("x", 6, 2)
+        growth, _ = grown(draft_plan, logits, temperature=1.0, speculation={"mode": mode})
         assert growth.harvest()[0].tokens == (3, 3)
     nothing = torch.full((20, 20), float("-inf"))
     assert len(grown(DraftPlan("x", 6, 2), nothing, temperature=1.0)[0].harvest()[0]) == 0
@@ -145,8 +148,7 @@ def test_more_children_than_tokens():
 
 def test_rejection_draws_without_replacement_from_what_it_says():
     logits = table(30, 8)
-    draft_plan = DraftPlan("x", 3 + 6, 2, (3, 2), "rejection")
-    growth, _ = grown(draft_plan, logits, temperature=0.9)
+    growth, _ = grown(DraftPlan("x", 3 + 6, 2, (3, 2)), logits, temperature=0.9, speculation=REJECTION)
     draft, _ = growth.harvest()
     assert draft.log_q is not None and draft.log_q.shape == (9, 30)
     by_parent: dict[int, list[int]] = {}
@@ -163,8 +165,8 @@ def test_rejection_draws_without_replacement_from_what_it_says():
 def test_rejection_draws_from_the_drafters_distribution():
     logits = torch.tensor([[0.3, 1.2, -0.5, 0.0]]).repeat(4, 1)
     draws = 5_000
-    sequences = [sequence([1], temperature=1.0, seed=i) for i in range(draws)]
-    draft_plans = [DraftPlan("x", 1, 1, None, "rejection")] * draws
+    sequences = [sequence([1], temperature=1.0, seed=i, speculation=REJECTION) for i in range(draws)]
+    draft_plans = [DraftPlan("x", 1, 1)] * draws
     growths = grow(sequences, draft_plans, logits[[0] * draws], lambda g, p: logits)
     counts = np.bincount([g.tokens[0] for g in growths], minlength=4)
     expected = logits[0].softmax(-1).numpy() * draws
@@ -173,7 +175,7 @@ def test_rejection_draws_from_the_drafters_distribution():
 
 def test_rejection_at_temperature_zero_takes_the_likeliest():
     logits = table(30, 1)
-    draft, _ = grown(DraftPlan("x", 3, 3, None, "rejection"), logits)[0].harvest()
+    draft, _ = grown(DraftPlan("x", 3, 3), logits, speculation=REJECTION)[0].harvest()
     assert draft.tokens == grown(DraftPlan("x", 3, 3), logits)[0].harvest()[0].tokens and draft.log_q is None
 
 
@@ -182,12 +184,15 @@ def test_sequences_of_one_call_do_not_mix():
     draft_plans = [
         DraftPlan("x", 3, 3),
         DraftPlan("x", 8, 3),
-        DraftPlan("x", 6, 2, (2, 2), "rejection"),
+        DraftPlan("x", 6, 2, (2, 2)),
         DraftPlan("x", 0, 0),
         DraftPlan("x", 2, 2),
     ]
     temperatures = [0, 0.8, 1.0, 0.5, 1.4]
-    sequences = [sequence([t + 1, t + 9], temperature=temperatures[t], seed=t) for t in range(5)]
+    how = [REJECTION if t == 2 else {} for t in range(5)]
+    sequences = [
+        sequence([t + 1, t + 9], temperature=temperatures[t], seed=t, speculation=how[t]) for t in range(5)
+    ]
 
     def run(which):
         def expand(growths, places):

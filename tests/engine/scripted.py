@@ -147,7 +147,7 @@ def pretend(costs: CostModel, record: StepRecord) -> None:
 def waited_for(finish, step: InFlightStep) -> list[Result]:
     """The host has waited for the device, so that it has time to score and to plan."""
     results = finish(step)
-    step.waited_s = 1e3
+    step.record.waited_s = 1e3
     return results
 
 

@@ -11,8 +11,7 @@ import torch
 from outrider import LLM
 from outrider.draft.names import parse_draft, settle_auto
 from outrider.engine import build as build_module
-from outrider.engine.draft_room import DraftRoom, draft_room
-from outrider.engine.memory import check_room
+from outrider.engine.memory import DraftRoom, check_room, draft_room
 from outrider.engine.placement import DRAFT_TOKENS
 from outrider.errors import BadCheckpoint, OutOfMemory
 from outrider.load import pairs

@@ -59,11 +59,11 @@ def watch(engine: Engine) -> list[Plan]:
     def compared(work: list[Work], plan: Plan) -> GraphStep:
         step = launch(work, plan)
         assert isinstance(step, GraphStep) and step.shape is not None
-        assert step.draft_plans == list(plan.draft_plans) and step.reasons == plan.reasons
+        assert step.draft_plans == list(plan.draft_plans) and step.record.reasons == plan.reasons
         assert step.resident == [i for i, here in enumerate(plan.resident) if here]
         assert step.shape.tree == plan.tree and (plan.tree == NO_TREE or step.shape.drafters == plan.drafters)
-        if step.captured is not None:
-            assert step.captured.tree == plan.tree
+        if step.record.captured is not None:
+            assert step.record.captured.tree == plan.tree
         for i, draft in zip(step.packed_places, step.packed.drafts, strict=True):
             assert len(draft) <= plan.draft_plans[i].nodes
         assert (step.prefill is not None) <= bool(plan.prefills)

@@ -8,8 +8,8 @@ import pytest
 
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine import eager_runner
+from outrider.engine.build import expert_costs
 from outrider.engine.kept_costs import KeptCosts
-from outrider.engine.planning import expert_costs
 from outrider.engine.rows import padding
 from outrider.load.config import Experts
 from outrider.model.decoder import make_store

@@ -149,7 +149,7 @@ def test_under_the_ratio_test_a_broken_drafter_is_no_drafter(model, fault, block
     one = request("r", prompt_of(12), {1}, temperature=0.8, max_tokens=30, speculation=how)
     alone = tiny_engine(model, Always(DraftPlan()))
     alone.add(one)
-    engine = tiny_engine(model, Always(DraftPlan("test", 4, 4, None, "rejection")), Broken(fault))
+    engine = tiny_engine(model, Always(DraftPlan("test", 4, 4)), Broken(fault))
     engine.add(one)
     assert tokens_of(finish(engine)["r", 0]) == tokens_of(finish(alone)["r", 0])
 

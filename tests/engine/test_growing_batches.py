@@ -51,7 +51,7 @@ def launches(engine: Engine) -> list[tuple[StepShape, bool, int]]:
     def counted(step, *rest):
         before = len(engine.captures)
         launched = send(step, *rest)
-        found.append((step.shape, not step.uncaptured, len(engine.captures) - before))
+        found.append((step.shape, not step.record.uncaptured, len(engine.captures) - before))
         return launched
 
     engine.runner._send = counted

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider import LLM
-from outrider.engine import loading
+from outrider.engine import build
 from outrider.errors import BadCheckpoint, OutriderError
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.gguf import GgufFile
@@ -134,7 +134,7 @@ def test_what_weights_take_is_said_before_they_are_read(
         said.append((text, total))
         return said.append
 
-    with caplog.at_level(logging.INFO, "outrider.engine.loading"), LLM(mixed, watch=watch, **OPTIONS):
+    with caplog.at_level(logging.INFO, "outrider.engine.build"), LLM(mixed, watch=watch, **OPTIONS):
         pass
     (text, total), *read = said
     assert text in caplog.text and f"take {shown_size(total)} in memory" in text and "Q4_K" in text
@@ -145,7 +145,7 @@ def test_what_weights_take_is_said_before_they_are_read(
 def test_the_file_is_released_while_it_is_read(mixed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was read of it stays right: pages that are given back are read again."""
     expected, released, real = answer(mixed), [], GgufFile.release
-    monkeypatch.setattr(loading, "RELEASED", 1)
+    monkeypatch.setattr(build, "RELEASED", 1)
     monkeypatch.setattr(GgufFile, "release", lambda file: released.append(real(file)))
     assert answer(mixed) == expected
     assert len(released) > 7

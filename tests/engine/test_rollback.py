@@ -77,7 +77,7 @@ class Dice(Always):
         depth = self.dice.randint(1, self.deepest)
         mode = sequence.request.params.speculation.mode
         nodes = depth if mode == "rejection" else self.dice.choice((depth, 3 * depth))
-        return DraftPlan(self.dice.choice(KINDS), nodes, depth, None, mode)
+        return DraftPlan(self.dice.choice(KINDS), nodes, depth)
 
 
 def make_engine(parts, planner, answers, lag, room: int, sequences: int = 8, **settings):

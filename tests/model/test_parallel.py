@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
-from outrider.engine.loading import Reading
+from outrider.engine.build import Reading
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.config import LayerSpec, ModelConfig
 from outrider.load.families import config_from_json

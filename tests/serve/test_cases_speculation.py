@@ -108,7 +108,7 @@ def drafted_by(
 def test_recovered_token_id_past_the_vocabulary(kernels: str, vocab: int, mode: str) -> None:
     """A kernel works in tiles, and a vocabulary need not fill the last: what lies beyond is nobody's token."""
     odd = tiny_model(kernels, vocab=vocab)
-    engine = tiny_engine(odd, Always(DraftPlan("test", 4, 4, None, mode)), Wrong(vocab))
+    engine = tiny_engine(odd, Always(DraftPlan("test", 4, 4)), Wrong(vocab))
     for i in range(4):
         how = {"mode": mode}
         law = {"temperature": 1.5, "logprobs": 2, "speculation": how, "max_tokens": 16}
@@ -265,7 +265,7 @@ def test_target_that_cannot_be_rewound_is_refused(tmp_path: Path) -> None:
 def test_probabilistic_drafting_with_many_sequences(model, mode: str) -> None:
     """More than two sequences, drawn guesses, temperature above zero: each is answered as it is alone, though the
     guesses of all are drawn, run and judged together."""
-    draft_plan = DraftPlan("test", 3, 3, None, mode)
+    draft_plan = DraftPlan("test", 3, 3)
     how = {"mode": mode}
     laws = [{"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.9}, {"temperature": 1.2, "top_k": 20}]
     requests = [

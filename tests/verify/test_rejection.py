@@ -93,7 +93,7 @@ def sampled_tree(sequences: list[Sequence], shape: tuple[int, ...]) -> list[Draf
         return rows_after(DRAFTER, [all_endings(*trees[i])[1 + n] for i, n in places])
 
     nodes = sum(int(np.prod(shape[: i + 1])) for i in range(len(shape)))
-    draft_plan = DraftPlan("x", nodes, len(shape), shape, "rejection")
+    draft_plan = DraftPlan("x", nodes, len(shape), shape)
     roots = rows_after(DRAFTER, [all_endings(tuple(s.tokens), (), ())[0] for s in sequences])
     return [growth.harvest()[0] for growth in grow(sequences, [draft_plan] * len(sequences), roots, expand)]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.draft.names import parse_draft, settle_auto
-from outrider.engine.draft_room import draft_cache_tokens, draft_weight_bytes
 from outrider.engine.llm import LLM
+from outrider.engine.memory import draft_cache_tokens, draft_weight_bytes
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.find import find
 from outrider.load.heads import card_facts

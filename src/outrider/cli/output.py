@@ -21,8 +21,8 @@ from outrider.settings import Settings, cache_folder
 from outrider.wrap import WordWrap, fitted, terminal_width
 
 if TYPE_CHECKING:
+    from outrider.engine.build import Watch
     from outrider.engine.llm import LLM
-    from outrider.engine.loading import Watch
 
 PIPE_CLOSED = 141  # what a shell reports for SIGPIPE
 

@@ -43,9 +43,8 @@ class AcceptanceRate:
     used: int = 0  # steps in which it drafted
     right: bool = True  # whether any token of the last draft was accepted
     proven: bool = False  # whether any token of any draft was
-    earned: int = (
-        0  # levels beyond the first that may be drafted: + accepted tokens, halved by a rejected draft
-    )
+    # Levels beyond the first that may be drafted: one more for each accepted token, half after a rejected draft.
+    earned: int = 0
     followed: int = 0  # tokens after an accepted one that were observed
     drafts: int = 0  # that were observed
     hits: int = 0  # those whose first token was accepted
@@ -150,11 +149,12 @@ class AcceptanceRates:
         if drafter not in own:
             band = _band(drafter, sequence.request.params.temperature)
             prior = self._prior(self.priors, band)
-            wrong = (
-                (self._prior(self.wrong, band).first, PRIOR_WEIGHT) if drafter in self.model_free else None
-            )
-            weight = self._spread(band).prior_weight(prior.first) if wrong is None else PRIOR_WEIGHT
-            own[drafter] = AcceptanceRate(prior.first, prior.next, weight, other=wrong)
+            if drafter in self.model_free:
+                other = self._prior(self.wrong, band).first, PRIOR_WEIGHT
+                own[drafter] = AcceptanceRate(prior.first, prior.next, other=other)
+            else:
+                weight = self._spread(band).prior_weight(prior.first)
+                own[drafter] = AcceptanceRate(prior.first, prior.next, weight)
         return own[drafter]
 
     def _spread(self, band: Band) -> Spread:
@@ -201,10 +201,9 @@ class AcceptanceRates:
     def left_to(self, sequences: Iterable[Sequence], drafter: str) -> Iterator[float]:
         """For each sequence the share of its steps so far in which no other drafter drafted."""
         for sequence in sequences:
-            others = (
-                rate.used for name, rate in self.by_sequence.get(sequence, {}).items() if name != drafter
-            )
-            yield 1 - min(sum(others) / max(sequence.steps, 1), 1.0)
+            own = self.by_sequence.get(sequence, {})
+            others = sum(rate.used for name, rate in own.items() if name != drafter)
+            yield 1 - min(others / max(sequence.steps, 1), 1.0)
 
     def forget(self, sequence: Sequence) -> None:
         for drafter, rate in self.by_sequence.pop(sequence, {}).items():

@@ -56,7 +56,7 @@ class Group:
     each: Seq[int] = ()  # rows of each piece of work of a host-packed step without these drafts
 
     def with_nodes(self, item: int, nodes: int) -> list[int]:
-        """`each`, with a draft of so many nodes for one of its sequences."""
+        """`each`, with a draft of this many nodes for one of its sequences."""
         place = self.places[item]
         return [rows + nodes * (i == place) for i, rows in enumerate(self.each)]
 
@@ -310,16 +310,16 @@ def _earns_prefill(
 # ------------------------------------------------------------------------------------------ drafts that requests fix
 
 
-def asked_plan(name: str, item: Work, depth: int | None, nodes: int | None) -> DraftPlan:
-    """As the request fixed it, or for all requests by `depth` and `nodes`."""
+def asked_plan(name: str, item: Work, depth: int | None) -> DraftPlan:
+    """As the request fixed it, or for all requests by `depth`."""
     asked = item.sequence.request.params.speculation
     if asked.tree is not None:
         nodes = sum(prod(asked.tree[: k + 1]) for k in range(len(asked.tree)))
-        return DraftPlan(name, nodes, len(asked.tree), asked.tree, asked.mode)
-    depth, nodes = asked.depth or depth, asked.nodes or nodes or 0
+        return DraftPlan(name, nodes, len(asked.tree), asked.tree)
+    depth, nodes = asked.depth or depth, asked.nodes or 0
     depth = min(depth or ASKED_DEPTH, nodes or MAX_NODES)
     free = asked.mode != "rejection"  # the ratio test must not choose nodes by looking at them
-    return DraftPlan(name, (nodes or depth) if free else depth, depth, None, asked.mode)
+    return DraftPlan(name, (nodes or depth) if free else depth, depth)
 
 
 def asked_tree(plans: Seq[DraftPlan], lead: str, options: Options) -> TreeShape:

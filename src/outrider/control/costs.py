@@ -76,22 +76,21 @@ class EagerCosts:
         return self.step(batch) if known is None else known
 
     def step(self, rows: int, sequences: int | None = None) -> float:
-        """Of so many rows, each of a sequence of its own unless fewer `sequences` have about as many each."""
+        """Seconds of a step with this many rows, spread evenly over `sequences`; None: one row each."""
         seconds, experts = self._step(rows), self.experts
         if experts is None:
             return seconds
         return seconds * experts.ratio(rows, experts.expected(rows, rows if sequences is None else sequences))
 
     def step_of(self, each: Seq[int]) -> float:
-        """Of sequences with so many rows each."""
+        """Seconds of a step in which each sequence has this many rows."""
         return self._step(sum(each)) * self.shared(each)
 
     def shared(self, each: Seq[int]) -> float:
-        """Time of a pass over sequences with so many rows each, relative to one of independent rows."""
-        experts = self.experts
-        return (
-            1.0 if experts is None else experts.ratio(sum(each), experts.distinct(experts.independent(each)))
-        )
+        """Time of a pass in which each sequence has this many rows, relative to a pass of independent rows."""
+        if (experts := self.experts) is None:
+            return 1.0
+        return experts.ratio(sum(each), experts.distinct(experts.independent(each)))
 
     def _step(self, rows: int) -> float:
         known = self.by_rows.get(rows)
@@ -210,8 +209,8 @@ class CapturedCosts:
         return None if device is None else device + exposed - self._saved(shape)
 
     def _saved(self, shape: CapturedShape, read: float | None = None) -> float:
-        """Seconds that a step takes less than one of independent rows, as it reads so many experts, by default those
-        that are expected.
+        """Seconds that a step is shorter than one of independent rows, because it reads only `read` experts: by default
+        the expected number.
         """
         if self.experts is None:
             return 0.0

@@ -31,17 +31,17 @@ class StepCosts(Protocol):
         ...
 
     def step(self, batch: int, depth: int, drafted: int) -> float:
-        """Seconds of a step in which drafts of up to `depth` were asked for, and so many rows came of it."""
+        """Seconds of a step in which drafts of up to `depth` were asked for and `drafted` rows were drafted."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EagerChains:
-    """Steps that have as many rows as were drafted: `rows` knows their time, `draft` that of drafting."""
+    """Eager steps, which have a row for each drafted token. `rows` knows their seconds, `draft` those of drafting."""
 
     rows: EagerCosts
     draft: Callable[[int, int], float]  # seconds by batch and depth
-    # The same where it was measured for a batch by itself: rows of several sequences take longer than as many of one.
+    # The same by batch, where it was measured: rows of several sequences take longer than rows of one.
     by_batch: Mapping[int, EagerCosts] = field(default_factory=dict)
 
     def plain(self, batch: int) -> float:
@@ -68,7 +68,7 @@ class CapturedChains:
         return self.plain(batch) * self.costs.ratio(shape)
 
     def depths(self, batch: int) -> list[int]:
-        """Of chains that were measured with so many sequences."""
+        """Depths of the chains that were measured with this batch."""
         return self.costs.depths(self.drafter, self._size(batch))
 
     def _size(self, batch: int) -> int:
@@ -106,7 +106,7 @@ class Drafts:
         return cls(depth, lengths, 1 + accepted)
 
     def rows(self, batch: int) -> list[tuple[int, float]]:
-        """Draft rows of a step of so many sequences, each drafted for on its own, and how likely they are."""
+        """Draft rows of a step, and how likely each number is; every sequence is drafted for independently."""
         total: Mapping[int, float] = {0: 1.0}
         for bit in f"{batch:b}":
             total = _sums(total, total)
@@ -166,7 +166,7 @@ def best_speedup(rates: Seq[float], batch: int, costs: StepCosts) -> float:
 
 
 def rate_for(tokens: float, depth: int) -> float | None:
-    """The rate, equal at every depth, of chains that bring so many tokens a step; None: none brings so many."""
+    """The acceptance rate, equal at every depth, of chains that give `tokens` a step; None: no rate gives as many."""
     if tokens > depth + 1:
         return None
     low, high = 0.0, 1.0

@@ -35,8 +35,7 @@ from outrider.control.candidates import (
 )
 from outrider.control.costs import CostModel
 from outrider.control.guards import MARGIN, PROBE_INTERVAL, PROBE_SHARE, Guards
-from outrider.control.history import AnswerLengths, DraftReturn, Fairness
-from outrider.control.plan_cache import PlanCache, resident_of
+from outrider.control.history import AnswerLengths, DraftReturn, Fairness, PlanCache, resident_of
 from outrider.control.reasons import AUTO, BASELINE, NOTHING_FOUND, OFF, PREFILL
 from outrider.types import (
     NO_DRAFT_PLAN,
@@ -56,11 +55,6 @@ Choice = tuple[DraftPlan, Reason]
 PROBE_TREE = TreeShape(2, 2)  # the smallest that shows both acceptance rates
 # Few plans differ, and each step has one for every sequence.
 _draft_plan = lru_cache(maxsize=1024)(DraftPlan)
-
-
-def _in_mode(plan: DraftPlan, mode: str) -> DraftPlan:
-    """The plan for a request that verifies in this mode."""
-    return replace(plan, mode=mode) if plan.nodes and plan.mode != mode else plan
 
 
 @dataclass(slots=True)
@@ -88,12 +82,11 @@ class Planner:
     def __init__(
         self,
         default: str = "none",
-        depth: int | None = None,
-        nodes: int | None = None,
+        depth: int | None = None,  # of every draft; None: measurement decides
         choices: tuple[str, ...] = (),  # drafters for requests that name none
         guards: Guards | None = None,
     ) -> None:
-        self.default, self.depth, self.nodes, self.choices = default, depth, nodes, choices
+        self.default, self.depth, self.choices = default, depth, choices
         self.guards = guards or Guards()
         self.costs, self.rates, self.lengths = CostModel(), AcceptanceRates(), AnswerLengths()
         self.fairness, self.returns = Fairness(self.guards.max_slowdown), DraftReturn()
@@ -132,15 +125,15 @@ class Planner:
             return NO_DRAFT_PLAN, PREFILL
         if name == "none" or asked.off:
             return NO_DRAFT_PLAN, OFF
-        if asked.tree or asked.depth or asked.nodes or self.depth or self.nodes:
-            plan = asked_plan(name, item, self.depth, self.nodes)
+        if asked.tree or asked.depth or asked.nodes or self.depth:
+            plan = asked_plan(name, item, self.depth)
             return plan, Reason("asked", plan.depth, (("drafter", name), ("nodes", plan.nodes)))
         if guards.max_batch is not None and batch > guards.max_batch:
             return NO_DRAFT_PLAN, Reason("batch", 0, (("batch", batch, guards.max_batch),))
         if params.temperature > guards.max_temperature:
             facts = (("temperature", params.temperature, guards.max_temperature),)
             return NO_DRAFT_PLAN, Reason("temperature", 0, facts)
-        return _draft_plan(name, mode=asked.mode), AUTO
+        return _draft_plan(name), AUTO
 
     def _allowed(self, sequence: Sequence, plan: DraftPlan) -> tuple[str, ...]:
         named = sequence.request.params.speculation.drafter is not None or plan.drafter not in self.choices
@@ -161,13 +154,9 @@ class Planner:
         allowed = [self._allowed(work[i].sequence, found[i][0]) for i in places]
         late = self.fairness.late_ones(one.sequence for one in work) if len(work) > 1 else set()
         left, at_bound = self.lengths.tokens_left(sequences), np.array([s in late for s in sequences])
-        settled, settled_late = (
-            sum(why is not PREFILL for _, why in found) - len(places),
-            late.difference(sequences),
-        )
-        return Group(
-            places, sequences, allowed, left, at_bound, delayed, settled, bool(settled_late), plain, each
-        )
+        settled = sum(why is not PREFILL for _, why in found) - len(places)
+        others = bool(late.difference(sequences))
+        return Group(places, sequences, allowed, left, at_bound, delayed, settled, others, plain, each)
 
     def _plan_persistent(
         self, work: Seq[Work], found: list[Choice], places: list[int], options: Options
@@ -256,8 +245,8 @@ class Planner:
                     left -= lag[i]
             if mine and blocked and blocked[i]:
                 plan = NO_DRAFT_PLAN
-            before, why = found[i]
-            found[i] = _in_mode(plan, before.mode), why if why.kind == "asked" else reason
+            why = found[i][1]
+            found[i] = plan, why if why.kind == "asked" else reason
         names = (lead, *(n for n in options.model_free if n != lead)) if tree.is_chain else (lead,)
         tree = tree if any(found[i][0].nodes for i in plans) else NO_TREE
         return Plan((), tree=tree, drafters=names, prefills=tuple(prefills))
@@ -278,14 +267,13 @@ class Planner:
             own_chains(lead, sorted(serving), group, self.rates, costs, options, self.guards.max_depth)
             for lead in ("none", *sorted(further))
         ]
-        plans, reason, _ = self._choose(
-            self.packed, [one for one in every if one is not None], group, options
-        )
+        some = [one for one in every if one is not None]
+        plans, reason, _ = self._choose(self.packed, some, group, options)
         for i, plan in zip(places, plans, strict=True):
             own = reason._replace(depth=plan.depth) if reason.kind in ("pays", "slowdown") else reason
             if reason.kind in ("pays", "probe") and not plan.nodes:
                 own = Reason("below break-even", 0, reason.facts)
-            found[i] = _in_mode(plan, found[i][0].mode), own
+            found[i] = plan, own
 
     def _settle(self, found: list[Choice], places: Iterable[int], reason: Reason) -> None:
         for i in places:

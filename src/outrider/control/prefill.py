@@ -24,9 +24,9 @@ def prompt_rows(
     if guards.prefill_slowdown == inf:
         return MAX_PROMPT_ROWS
     size = _captured_size(costs, decoding)
-    plain = (
-        costs.captured.plain(size) if size else costs.eager.step(decoding) if costs.eager.by_rows else None
-    )
+    plain = costs.captured.plain(size) if size else None
+    if not size and costs.eager.by_rows:
+        plain = costs.eager.step(decoding)
     if not plain:
         return MAX_PROMPT_ROWS
     # A captured step of many sequences hardly takes longer than one of a few, but more prompts arrive among many.
@@ -55,13 +55,13 @@ def background_rows(costs: CostModel, decoding: int, most: float) -> int:
 
 
 def _captured_size(costs: CostModel, decoding: int) -> int:
-    """Of the smallest captured step with so many sequences; 0: there is none."""
+    """Size of the smallest captured step that has room for `decoding` sequences; 0: there is none."""
     size = min(costs.captured.sizes("none"), default=0, key=lambda one: (one < decoding, one))
     return size if size >= decoding else 0
 
 
 def _eager_rows(known: Mapping[int, float], added: float) -> int:
-    """Prompt rows that take this long, by what rows of about as many took."""
+    """Prompt rows that add about `added` seconds, by the seconds per row of the nearest known number of rows."""
     if not known:
         return MAX_PROMPT_ROWS
     bucket = round_up(2 * max(known))

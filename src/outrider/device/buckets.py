@@ -34,25 +34,17 @@ ALONE = tuple(
 )
 # Longer ones: launched one by one, a pass of 32 layers takes the host as long as 2,048 rows take a GPU.
 LONG_ALONE = (640, 768, 1024, 1280, 1536, MOST_TOGETHER)
-BESIDE = (
-    4,
-    16,
-    64,
-    128,
-    256,
-    512,
-    1024,
-)  # decoding sequences beside prompt rows, which are many more than those
+# Decoding sequences beside prompt rows, which are many more than those.
+BESIDE = (4, 16, 64, 128, 256, 512, 1024)
 # Rows that a pass takes about as long for. Weights are read once for 64, but sequences are attended to and sampled each
 # by itself: on an H200 64 take a 1.5B model 1.5 times as long as one, and an 8B model 1.3 times.
 ALIKE = 8
 MAX_BESIDE = 4  # nodes of drafts beside prompt rows: chains that are captured with them
 FEW_LOGITS, MAX_LOGITS = 16, 64  # of staged rows: a few, or a multiple
 MAX_ROWS = 512  # of a step whose drafts no request asked for: logits of many rows take much memory
-TREE_SIZE = 4  # up to so many sequences a step has rows to spare for trees that branch
-CAPTURE_AFTER = (
-    48  # launches of a shape with staged rows of any number: as many lose what it takes to capture one
-)
+TREE_SIZE = 4  # sequences up to which a step has rows to spare for trees that branch
+# Launches of a shape with staged rows of any number: as many lose what it takes to capture one.
+CAPTURE_AFTER = 48
 # Plain steps' time that it takes to capture and measure those of a size; once steps are prepared, to capture one.
 CAPTURE_COST, CAPTURE_ONE_COST = 200, 8
 SAVED = 0.03  # of a step's time, by one of half its size
@@ -70,7 +62,7 @@ def longest_run(size: int, seconds: float) -> int:
 
 
 def size_of(count: int) -> int:
-    """Of a step for so many sequences."""
+    """The bucket for `count` sequences."""
     return bucket(count, (*SIZES, -(-count // BEYOND) * BEYOND))
 
 
@@ -81,19 +73,21 @@ def sizes_up_to(count: int) -> list[int]:
 
 
 def fitting_sizes(sizes: Seq[int], each: int) -> list[int]:
-    """Of these, with so many rows a sequence: one, and each that the next has no room for at the same cost."""
+    """The sizes worth capturing with `each` rows a sequence: those that the next larger size cannot replace at the same
+    cost, and 1.
+    """
     larger = [*sizes[1:], ALIKE + 1]
     return [size for size, more in zip(sizes, larger, strict=True) if size == 1 or more * each > ALIKE]
 
 
 def chunk_sizes(size: int) -> list[tuple[int, int]]:
-    """Prompt rows beside so many decoding sequences, the most last: what those leave, by `STAGED_MULTIPLE`."""
+    """Prompt rows and logits of steps beside `size` decoding sequences. The last has all rows that those leave."""
     left, (most, logits) = MOST_TOGETHER - -(-size // STAGED_MULTIPLE) * STAGED_MULTIPLE, CHUNK_SIZES[-1]
     return [*CHUNK_SIZES, (left, logits)] if left > most else [*CHUNK_SIZES]
 
 
 def size_beside(size: int, count: int) -> int:
-    """Of a step beside prompt rows that has room for so many decoding sequences, where there are `count` at most."""
+    """Size of a step beside prompt rows with room for `size` decoding sequences, where there are at most `count`."""
     return min(bucket(size, BESIDE), sizes_up_to(count)[-1])
 
 
@@ -113,19 +107,19 @@ def staged_bucket(chunks: Seq[int], drafts: Seq[int], logits: int) -> tuple[int,
 
 
 def _room(rows: int, sequences: int) -> int:
-    """The smallest bucket for so many rows, with groups enough for so many sequences."""
+    """The smallest bucket for `rows` rows that has enough groups for `sequences` sequences."""
     room = bucket(rows, (*STAGED, -(-rows // STAGED_MULTIPLE) * STAGED_MULTIPLE))
     return room if room <= STAGED[0] or _partial_groups(room) > sequences else _room(room + 1, sequences)
 
 
 def worth_capturing(staged: int, launches: int) -> bool:
-    """Of a step with so many staged rows that was launched so often: prompt chunks come in too many sizes."""
+    """Whether a step with `staged` rows was launched often enough: prompt chunks come in too many sizes."""
     return staged == 0 or (staged <= MOST_CAPTURED and launches >= CAPTURE_AFTER)
 
 
 def staged_room(size: int, drafts: bool, rows: int, logits: int) -> tuple[int, int] | None:
-    """The smallest room that steps are prepared with, for so many staged rows and their logits beside so many decoding
-    sequences; None: they are too many.
+    """The smallest prepared room for staged rows and their logits beside `size` decoding sequences; None: there is
+    none.
     """
     longer = ((many, MAX_LOGITS) for many in LONG_ALONE)
     rooms = (*ALONE, *longer) if not size else DRAFTED_CHUNKS if drafts else chunk_sizes(size)
@@ -179,13 +173,11 @@ class RunChoice:
         self.passes: dict[int, int] = {}
 
     def choose(self, size: int, most: int) -> int:
-        """At most so many, as no sequence has more tokens left."""
+        """At most `most` passes: no sequence has more tokens left."""
         return max(run for run in RUNS if run <= min(self.passes.get(size, 1), max(most, 1)))
 
     def observe(self, size: int, passes: int, waited: float, spent: float, device: float = 0.0) -> None:
-        """A step of so many passes was settled: what of the time spent on it the host waited for the device, which took
-        so long for it.
-        """
+        """A step was settled. Of the `spent` seconds the host `waited` for the device, which took `device` seconds."""
         longest = longest_run(size, device / passes)
         if waited < HURRIED * spent or passes > longest:
             longer = next((longer for longer in RUNS if longer > passes), RUNS[-1])

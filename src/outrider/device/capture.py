@@ -16,15 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.device.buckets import staged_shape
-from outrider.device.layout import TreeLayout, chain_levels
-from outrider.device.ops import SLOTS, Ahead, StepInputs, StepOps, run_levels
+from outrider.device.buckets import staged_shape, worth_capturing
+from outrider.device.ops import SLOTS, Ahead, StepInputs, StepOps, TreeLayout, chain_levels, run_levels
 from outrider.model.staged import StagedRows
 from outrider.types import Batch, Draft, TreeShape
 
 # Drafts for rows of such lengths: tokens [S, nodes], and how many of them are proposed [S], None: all.
 Propose = Callable[[StepOps, Tensor, Tensor, TreeLayout, int], tuple[Tensor, Tensor | None]]
 Record = Callable[[Callable[[], Any]], tuple[Any, Any]]  # what a GPU captures graphs with
+
+
+# Fields in which a step that serves in place of another equals it, and fields in which it has at least as much.
+SAME = ("tree", "drafters", "passes", "branching")
+ROOM = ("size", "staged", "wanted", "context", "filtered", "edited")
 
 
 class TargetPass(Protocol):
@@ -62,16 +66,8 @@ class StepShape:
         """Whether a step of this shape can do what one of the other does: with padding, and reading no further than
         there is text.
         """
-        same = self.tree == other.tree and self.drafters == other.drafters and self.passes == other.passes
-        return (
-            same
-            and self.branching == other.branching
-            and self.size >= other.size
-            and self.staged >= other.staged
-            and self.wanted >= other.wanted
-            and self.context >= other.context
-            and self.filtered >= other.filtered
-            and self.edited >= other.edited
+        return all(getattr(self, name) == getattr(other, name) for name in SAME) and all(
+            getattr(self, name) >= getattr(other, name) for name in ROOM
         )
 
 
@@ -220,7 +216,7 @@ class CapturedStep:
         self.inputs.copy_(given)
 
     def compile(self, ahead: Ahead) -> None:
-        """Have the kernels of its operations compiled some time, before anybody fills it. None is launched."""
+        """Queues the kernels of its operations to be compiled. None is launched."""
         self._clear()
         with ahead.collecting():
             self._step()
@@ -296,3 +292,72 @@ def _not_kept(logits: Tensor) -> Tensor:
     if not logits.is_cuda:
         return logits
     return torch.as_tensor(_Memory(logits), device=logits.device)
+
+
+class StepGraphs:
+    """Steps by shape: which one serves, whether it is captured, and when that may be done.
+
+    Until steps are prepared, a shape is captured when it is first needed. From then on a captured step that has room
+    serves. Where none has, the operations are launched one by one, and the next time they are captured instead: both
+    take the host as long, since the first launch has compiled and loaded the kernels.
+    """
+
+    def __init__(self, make: Callable[[StepShape], CapturedStep], record: Record | None) -> None:
+        """`make` makes a step of some shape, not captured; without `record` none ever is."""
+        self.make, self.record = make, record
+        self.on_demand = True
+        self.steps: dict[StepShape, CapturedStep] = {}
+        self._serving: dict[StepShape, StepShape] = {}  # the captured shape that has room, by shape
+        self.changed = False  # whether shapes were captured or dropped since the last look
+
+    def captured(self, shape: StepShape) -> bool:
+        return shape in self.steps and self.steps[shape].graph is not None
+
+    def find(self, shape: StepShape) -> StepShape | None:
+        """The smallest captured shape that has room for this one. Without capture, any shape serves itself."""
+        if self.record is None or self.captured(shape):
+            return shape
+        if shape not in self._serving:
+            fitting = [one for one in self.steps if self.captured(one) and one.has_room_for(shape)]
+            if not fitting:
+                return None
+            self._serving[shape] = min(fitting, key=lambda one: (one.rows, one.context, one.filtered))
+        return self._serving[shape]
+
+    def step(self, shape: StepShape) -> CapturedStep:
+        """The step to launch: captured if it may be done now, or was."""
+        step = self.made(shape)
+        if step.graph is None and self.on_demand and worth_capturing(shape.staged, step.launches):
+            return self.capture(shape)
+        return step
+
+    def due(self, shape: StepShape, usual: bool) -> bool:
+        """Whether a shape that is launched now was launched often enough to be captured instead; `usual`: it is one of
+        those that steps are prepared with.
+        """
+        if self.record is None or self.captured(shape):
+            return False
+        launches = self.made(shape).launches
+        return launches > 0 if usual else worth_capturing(shape.staged, launches)
+
+    def capture(self, shape: StepShape) -> CapturedStep:
+        """Now, although requests may wait. On a CPU there is nothing to capture."""
+        step = self.made(shape)
+        if self.record is not None and step.graph is None:
+            step.capture(self.record)
+            self._serving.clear()
+            self.changed = True
+        return step
+
+    def forget(self, drafter: str) -> None:
+        """Keep no step that it drafts in. Nothing is in flight."""
+        for shape in [one for one in self.steps if drafter in one.drafters]:
+            del self.steps[shape]
+        self._serving.clear()
+        self.changed = True
+
+    def made(self, shape: StepShape) -> CapturedStep:
+        """A step of this shape, captured or not."""
+        if shape not in self.steps:
+            self.steps[shape] = self.make(shape)
+        return self.steps[shape]

@@ -1,4 +1,5 @@
-"""What a step does to the state of its sequences around its passes: place slots, build batches, sample, verify, commit.
+"""The rows of a step's passes, and what a step does to the state of its sequences around them: place slots, build
+batches, sample, verify, commit.
 
 Here as torch operations. On a GPU some fifty of them would take as long to launch as all of them to run, so kernels do
 the same (ops_gpu.py).
@@ -6,24 +7,112 @@ the same (ops_gpu.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.device.layout import NOWHERE, Columns, Layout, Level
 from outrider.device.state import SequenceState
 from outrider.model.decoder import Model
-from outrider.types import Batch
+from outrider.types import Batch, Draft
 from outrider.verify.noise import draw_in_turn
 from outrider.verify.process import penalise
 
 # Rows on the device, how many of them belong to one sequence, how long sequences may be, and whether rows branch.
 Pass = Callable[[Batch, int, int, bool], Tensor]
+
+
+# ------------------------------------------------------------------------------------------- which rows a pass has
+
+# Where sampled tokens go: by row whose logits are wanted, the draft node of its first choice, of its second...
+Columns = tuple[tuple[int, ...], ...]
+NOWHERE = -1  # a choice that is no draft node
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Rows relative to the last known token, whose entry is the sequence's cached length."""
+
+    entries: tuple[int, ...]  # of the table, whose slot each has
+    depths: tuple[int, ...]  # positions
+    nodes: tuple[int, ...]  # which draft node each is; -1: a known token
+    masks: tuple[int, ...] = ()  # draft nodes each sees, where they branch
+    last: bool = False  # only the last row's logits are wanted
+    # Entries that positions lie behind, where a drafter's first is of a later token. What would lie before repeats it.
+    behind: int = 0
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def put_behind(self, behind: int) -> Layout:
+        return replace(self, depths=tuple(depth - behind for depth in self.depths), behind=behind)
+
+    def logit_rows(self, sequences: int) -> range:
+        """Rows whose logits are wanted, in a batch of this many sequences."""
+        total = sequences * len(self)
+        return range(len(self) - 1, total, len(self)) if self.last else range(total)
+
+
+Level = tuple[Layout, Columns]  # a pass of a drafter: its rows, and which draft nodes their logits give
+
+
+class TreeLayout:
+    """A draft tree's nodes as rows of passes. Row 0 is the last known token, row i + 1 is node i; a node's entry in
+    the table comes as far behind the root's.
+    """
+
+    def __init__(self, shape: Draft) -> None:
+        n, self.shape = len(shape), shape
+        self.depths = (0, *shape.depths)
+        self.depth = max(self.depths)
+        self.branches = self.depth < n
+        self.masks = (0, *shape.ancestors) if self.branches else ()
+        self.layout = self._rows(range(n + 1))
+        self.columns: Columns = tuple((row,) for row in range(n + 1))
+        self.levels = [self._level(depth) for depth in range(self.depth)]
+
+    def __len__(self) -> int:
+        return len(self.shape)
+
+    def _rows(self, rows: range | list[int]) -> Layout:
+        return Layout(
+            entries=tuple(rows),
+            depths=tuple(self.depths[row] for row in rows),
+            nodes=tuple(row - 1 for row in rows),
+            masks=tuple(self.masks[row] for row in rows) if self.masks else (),
+        )
+
+    def _level(self, depth: int) -> Level:
+        """Rows of this depth that have children, and which nodes those are."""
+        parents = self.shape.parents
+        rows = [row for row, d in enumerate(self.depths) if d == depth and row - 1 in parents]
+        children = [[node for node, parent in enumerate(parents) if parent == row - 1] for row in rows]
+        most = max(map(len, children))
+        return self._rows(rows), tuple((*own, *[NOWHERE] * (most - len(own))) for own in children)
+
+    def parent_rows(self, depth: int) -> tuple[int, ...]:
+        """By row of the pass of this depth: the one of the pass before that is its parent."""
+        (above, _), (here, _) = self.levels[depth - 1], self.levels[depth]
+        return tuple(above.nodes.index(self.shape.parents[node]) for node in here.nodes)
+
+
+def chain_levels(n: int) -> Iterator[Level]:
+    """The passes of a chain: of the last known token, then of every node but the last."""
+    for ahead in range(n):
+        yield Layout((ahead,), (ahead,), (ahead - 1,)), ((ahead,),)
+
+
+def known_rows(window: int, behind: int = 0) -> Layout:
+    """The last `window` known tokens, with logits of the last one. A shorter text repeats its first token."""
+    back = tuple(range(1 - window, 1))
+    return Layout(back, back, (NOWHERE,) * window, last=True).put_behind(behind)
+
+
+# ------------------------------------------------------------------------------------------- what a step does
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +182,15 @@ class StepOps:
         return self.model.kernels.touched  # type: ignore[attr-defined]  # a mixture of experts has kernels
 
     def spread_rows(self, rows: int) -> None:
-        """While padding is timed it reads as many experts as so many independent rows; 0: none. A CPU does not."""
+        """Has padding read as many experts as `rows` independent rows while it is timed; 0: no longer. Not on a CPU."""
 
     def begin_step(self, inputs: Tensor) -> StepInputs:
         """Put the fresh slots behind each sequence's own."""
         state = self.state
         rows, fresh = inputs[:, 0].long(), inputs[:, SLOTS:]
         lengths = state.lengths[rows]
-        state.table[rows[:, None], lengths[:, None] + torch.arange(fresh.shape[1], device=rows.device)] = (
-            fresh
-        )
+        ahead = torch.arange(fresh.shape[1], device=rows.device)
+        state.table[rows[:, None], lengths[:, None] + ahead] = fresh
         drafting = torch.where(inputs[:, 1] > 0, rows, state.rows)
         return StepInputs(inputs, rows, lengths, drafting, state.lengths[drafting])
 
@@ -142,10 +230,8 @@ class StepOps:
         mine = at.clamp(min=0)
         # The text behind a row is the known one, and a path of draft nodes: the first of a chain, or a tree's.
         depth = batch.positions[batch.logit_rows] + ahead - state.lengths[owners] - 1
-        mask, node = (
-            batch.ancestors[batch.logit_rows][:, None],
-            torch.arange(drafted.shape[1], device=at.device),
-        )
+        mask = batch.ancestors[batch.logit_rows][:, None]
+        node = torch.arange(drafted.shape[1], device=at.device)
         before = torch.where(mask != 0, mask >> node & 1, node < depth[:, None])
         nodes = drafted.repeat_interleave(len(logits) // len(drafted), dim=0).clamp(0, vocab - 1)
         counts = edits.counts[mine, :vocab].float().scatter_add_(1, nodes, before.float())

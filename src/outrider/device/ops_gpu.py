@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device.layout import Columns, Layout
-from outrider.device.ops import StepInputs, StepOps
+from outrider.device.ops import Columns, Layout, StepInputs, StepOps
 from outrider.model.kernels.gpu import step_ops
 from outrider.model.kernels.gpu.ahead import AHEAD, is_collecting
 from outrider.model.kernels.gpu.draw import draw_owned

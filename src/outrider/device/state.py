@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.device.edits import EditRows
 from outrider.types import Sequence
 from outrider.verify.filters import BANNED, OFF, wanted
 from outrider.verify.rows import clamp_temperature, put, to_device, to_device_together
 
 MAX_REFERENCES = 4096  # tokens that lookup searches beside a sequence's own
+MAX_EDITED = 64  # sequences with penalties or bias: nine bytes a token of the vocabulary each
+NO_ROW = -1
 
 
 class Change(NamedTuple):
@@ -44,9 +45,7 @@ class SequenceState:
         self.references = torch.zeros(rows + 1, MAX_REFERENCES, dtype=torch.int32, device=device)
         self.spans = torch.zeros(rows + 1, 3, dtype=torch.int64, device=device)
         self._referenced = np.zeros(rows + 1, bool)
-        self._unreferenced: dict[
-            int, Sequence
-        ] = {}  # by row: sequences whose references are not uploaded yet
+        self._unreferenced: dict[int, Sequence] = {}  # by row: whose references are not uploaded yet
         self.filters = np.zeros(rows + 1, bool)  # for the host: whose sampling has any
         self.edits = EditRows(rows, vocab, device)
         self._constants: dict[tuple[torch.dtype, tuple[int, ...]], Tensor] = {}
@@ -74,14 +73,12 @@ class SequenceState:
             self._places(rows, [one.cached for one in changes], slots),
             np.concatenate(slots).astype(np.int32),
         )
-        at, lengths, seeds, temperature, token_at, token, slot_at, slot = to_device_together(
-            made, self.device
-        )
+        at, lengths, seeds, temperature, *values = to_device_together(made, self.device)
         self.lengths.index_copy_(0, at, lengths)
         self.seeds.index_copy_(0, at, seeds)
         self.temperature.index_copy_(0, at, temperature)
-        self.tokens.view(-1).index_copy_(0, token_at, token)
-        self.table.view(-1).index_copy_(0, slot_at, slot)
+        self.tokens.view(-1).index_copy_(0, *values[:2])
+        self.table.view(-1).index_copy_(0, *values[2:])
         for one in changes:
             self.edits.upload(one.sequence, self.tokens[one.sequence.row])
             if not one.known:
@@ -135,10 +132,7 @@ class SequenceState:
 
     def upload_slots(self, row: int, start: int, slots: np.ndarray) -> None:
         """Entries of a row's slot table, from `start` on."""
-        self.table[row, start : start + len(slots)] = self._sent(torch.from_numpy(slots.copy()))
-
-    def _sent(self, values: Tensor) -> Tensor:
-        return to_device(values, self.device)
+        self.table[row, start : start + len(slots)] = to_device(torch.from_numpy(slots.copy()), self.device)
 
     def constant(self, values: Seq[int], kind: torch.dtype = torch.int32) -> Tensor:
         """Numbers on the device, put there once: a graph that is being captured can take nothing from the host."""
@@ -150,3 +144,77 @@ class SequenceState:
     def draft_buffer(self, sequences: int, nodes: int) -> Tensor:
         """Room for the draft tokens of a step."""
         return torch.empty((sequences, nodes), dtype=torch.int64, device=self.device)
+
+
+class EditRows:
+    """Penalties and logit_bias of resident sequences, over the vocabulary: a row for each of the few who ask for them.
+
+    A row holds how often each token was emitted, which tokens the prompt has, the bias of each, and the three
+    penalties. What is done with them is `penalise` of verify/process.py. Memory is taken when the first sequence needs
+    it, and keeps its place: captured steps read it there.
+    """
+
+    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+        self.vocab, self.device = vocab, device
+        # By row of the state: the row here, -1 where nothing is edited. So is padding's.
+        self.of_row = torch.full((rows + 1,), NO_ROW, dtype=torch.int32, device=device)
+        self.held: dict[int, tuple[Sequence, int]] = {}  # the same, for the host, and for whom
+        self.free = list(range(min(rows, MAX_EDITED) if vocab else 0))[::-1]
+        self.counts = self.prompt = self.bias = self.penalties = torch.empty(0, device=device)
+
+    def serves(self, sequence: Sequence) -> bool:
+        """Whether its logits are edited here, if they are edited at all; once it was uploaded."""
+        return not _edited(sequence) or self.held.get(sequence.row, (None, 0))[0] is sequence
+
+    def upload(self, sequence: Sequence, tokens: Tensor) -> None:
+        """Count anew, if there is a row for it. `tokens` are the sequence's, on the device already."""
+        params = sequence.request.params
+        at = self._take(sequence) if _edited(sequence) else self._release(sequence.row)
+        if at == NO_ROW:
+            return
+        start, end = sequence.prompt_len, len(sequence.tokens)
+        emitted = tokens[start:end]
+        self.counts[at].zero_().index_add_(0, emitted, torch.ones_like(emitted, dtype=torch.int32))
+        self.prompt[at].zero_().index_fill_(0, tokens[:start], 1)
+        self.bias[at].zero_()
+        if params.logit_bias:
+            pairs = np.array(list(params.logit_bias)), np.array(list(params.logit_bias.values()), np.float32)
+            self.bias[at].index_copy_(0, *to_device_together(pairs, self.device))
+        numbers = [params.repetition_penalty, params.frequency_penalty, params.presence_penalty]
+        self.penalties[at] = to_device(torch.tensor(numbers), self.device)
+
+    def _take(self, sequence: Sequence) -> int:
+        """The row of a sequence, its own or a free one."""
+        row = sequence.row
+        if not self.free and row not in self.held:
+            for other, (holder, _) in [*self.held.items()]:
+                if holder.finish_reason is not None or holder.row != other:
+                    self._release(other)
+        if row not in self.held and self.free:
+            self.make()
+            self.held[row] = sequence, self.free.pop()
+            put(self.of_row, row, self.held[row][1])
+        if row not in self.held:
+            return NO_ROW
+        self.held[row] = sequence, self.held[row][1]
+        return self.held[row][1]
+
+    def _release(self, row: int) -> int:
+        if row in self.held:
+            self.free.append(self.held.pop(row)[1])
+            put(self.of_row, row, NO_ROW)
+        return NO_ROW
+
+    def make(self) -> None:
+        """Take the memory, if there is none yet."""
+        if self.vocab and not len(self.counts):
+            shape = len(self.free), self.vocab
+            self.counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            self.prompt = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+            self.bias = torch.zeros(shape, dtype=torch.float32, device=self.device)
+            self.penalties = torch.zeros((len(self.free), 3), dtype=torch.float32, device=self.device)
+
+
+def _edited(sequence: Sequence) -> bool:
+    params = sequence.request.params
+    return bool(params.penalised or params.logit_bias)

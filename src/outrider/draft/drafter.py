@@ -7,7 +7,6 @@ docs/drafters.md builds one in twenty lines. Outrider's own drafters also propos
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -17,8 +16,7 @@ from outrider.types import Draft, DraftPlan, Sequence, Verdict
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from outrider.device.layout import TreeLayout
-    from outrider.device.ops import StepOps
+    from outrider.device.ops import StepOps, TreeLayout
     from outrider.load.tokenizer import Tokenizer
 
 MAX_PASSES = 8  # draft tokens in a row that may be worth a pass each
@@ -83,25 +81,10 @@ class ResidentDrafter(Drafter, Protocol):
         return ()
 
     def warm_up(self, ops: StepOps, longest: int = 1) -> int:
-        """Read padding as if catching up with texts of up to so many tokens, to see what it takes: how many tokens, 0
-        if that cannot be.
+        """Reads padding as it reads texts of up to `longest` tokens, so that this can be timed. Returns the number of
+        tokens read; 0: it reads none.
         """
         return 0
-
-
-@runtime_checkable
-class NetworkDrafter(Drafter, Protocol):
-    """A drafter whose drafts come of a network with weights of its own, which others may take the place of."""
-
-    @property
-    def network(self) -> object:
-        """What holds the weights."""
-        ...
-
-    @abstractmethod
-    def replace_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Draft with these from now on. Nothing is in flight. What it has read of sequences it reads again."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

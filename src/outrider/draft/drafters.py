@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
-from outrider.draft.drafter import Drafter, NetworkDrafter, ResidentDrafter
+from outrider.draft.drafter import Drafter, ResidentDrafter
 from outrider.draft.merged import MergedDrafter
+from outrider.draft.reading import NetworkDrafter
 from outrider.types import NO_DRAFT, Draft, DraftPlan, Outcome, Sequence, Verdict
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class Drafters:
             if any(_wrong_probabilities(draft, self.vocab) for draft in drafts):
                 raise ValueError("it gave draft probabilities that are none")
             return list(drafts)
-        except Exception as error:  # a drafter may be anybody's code
+        except Exception as error:  # a drafter may be the user's own code
             self.note_fault(DrafterFailed(name, error))
             return nothing
 
@@ -106,7 +107,7 @@ class Drafters:
         return tuple(n for n, one in self._resident.items() if one.model_free and not self.left_alone(n))
 
     def instead_of(self, name: str) -> str:
-        """The drafter itself; or, where it is there no longer, one that takes no pass."""
+        """The drafter, or a model-free one if it was removed."""
         return name if name in self._drafters else next(iter(self.model_free), "none")
 
     def available(self, name: str, sequence: Sequence) -> int:
@@ -122,7 +123,7 @@ class Drafters:
             return ()
 
     def propose_resident(self, name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        """A drafter's verb of that name. What fails in it is known to be the drafter's fault, not the target's."""
+        """The drafter's `propose_resident`. An error in it is raised as the drafter's, not the target's."""
         drafter = self._resident[name]
 
         def propose(*given: Any) -> tuple[Tensor, Tensor | None]:

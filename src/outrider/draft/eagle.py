@@ -12,7 +12,7 @@ states, so accepted ones are made anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -21,20 +21,18 @@ from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
-from outrider.device.layout import Layout, TreeLayout, known_rows
-from outrider.device.ops import Pass, StepOps
-from outrider.draft.drafter import MAX_PASSES, ResidentDrafter
+from outrider.device.ops import Layout, Pass, StepOps, TreeLayout, known_rows
+from outrider.draft.drafter import MAX_PASSES
 from outrider.draft.eagle_head import EagleHead
-from outrider.draft.reading import PrefillProgress, Reader, pieces, text_batch
+from outrider.draft.reading import NetworkDrafter, Reader, pieces, text_batch
 from outrider.draft.tree import Growth, Place, grow_drafts, host_draw
-from outrider.draft.weights import put_weights
-from outrider.types import NO_DRAFT, Batch, Draft, DraftPlan, Sequence, Verdict
+from outrider.types import NO_DRAFT, Batch, Draft, DraftPlan, Sequence
 
 # Known tokens that the head catches up on in one pass, on a device filled up to one of these.
 READ_ROWS = (128, 512)
 
 
-class EagleDrafter(ResidentDrafter):
+class EagleDrafter(NetworkDrafter):
     max_depth, trees = MAX_PASSES, True
 
     def __init__(
@@ -49,12 +47,14 @@ class EagleDrafter(ResidentDrafter):
         next one begins with the entries of so many last tokens, those that are there already with the same numbers.
         `graphed` replays passes from graphs, for reading on a GPU.
         """
-        self.head, self.target_store, self.table, self.window = head, target_store, table, window
+        super().__init__()
+        self.head = self.network = head
+        self.target_store, self.table, self.window = target_store, table, window
         target_store.tap(head.config.taps, head.config.layer.hidden)
         self.store = head.make_store(table.pool.total)
         self.run = head.make_pass(self.store)
-        self.progress, self.graphed = PrefillProgress(), graphed
-        self.reader: Reader | None = None  # once there is a state to read
+        self.graphed = graphed
+        self._reader: Reader | None = None  # once there is a state to read
 
     def propose(self, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan]) -> list[Draft]:
         drafts = [NO_DRAFT] * len(sequences)
@@ -76,9 +76,6 @@ class EagleDrafter(ResidentDrafter):
         for i, draft in zip(able, grown, strict=True):
             drafts[i] = draft
         return drafts
-
-    def accept(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
-        self.progress.accept(sequence, draft, verdict, fed=False)
 
     def _read(self, sequences: Seq[Sequence], ends: Seq[int]) -> Tensor:
         """Make the entries that these lack of their first so many tokens; the head's hidden state at the last of each,
@@ -102,14 +99,6 @@ class EagleDrafter(ResidentDrafter):
         slots = table[batch.table_rows.long(), batch.positions.long()].long()
         return self.head.fused(features[slots.to(features.device)])
 
-    @property
-    def network(self) -> EagleHead:
-        return self.head
-
-    def replace_weights(self, weights: Mapping[str, Tensor]) -> None:
-        put_weights(self.head, weights)
-        self.progress.clear()
-
     # ------------------------------------------------------------------------------------------ resident steps
 
     def propose_resident(
@@ -130,23 +119,16 @@ class EagleDrafter(ResidentDrafter):
     def tokens_behind(self, sequence: Sequence, coming: int = 0) -> int:
         return self.progress.behind(sequence, coming, self.window)
 
-    def catch_up(self, ops: StepOps, sequences: list[Sequence]) -> None:
-        self._reader(ops).catch_up(ops, sequences)
-
-    def warm_up(self, ops: StepOps, longest: int = 1) -> int:
-        return self._reader(ops).warm_up(ops, longest)
-
-    def _reader(self, ops: StepOps) -> Reader:
-        if self.reader is None:
+    def reader(self, ops: StepOps) -> Reader:
+        if self._reader is None:
             table = ops.state.table  # as long as there are graphs that read it
 
             def run(batch: Batch, together: int, context: int, branching: bool) -> Tensor:
                 return self.run(self._before(table, batch), batch, together, context, branching)
 
-            self.reader = Reader(
-                self.graphed(run) if self.graphed else run, self.progress, READ_ROWS, behind=1
-            )
-        return self.reader
+            read = self.graphed(run) if self.graphed else run
+            self._reader = Reader(read, self.progress, READ_ROWS, behind=1)
+        return self._reader
 
     def _batch(
         self, ops: StepOps, rows: Tensor, lengths: Tensor, layout: Layout, sampled: Tensor | None = None

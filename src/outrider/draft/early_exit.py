@@ -15,8 +15,7 @@ from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
-from outrider.device.layout import TreeLayout
-from outrider.device.ops import Pass, StepOps, run_levels
+from outrider.device.ops import Pass, StepOps, TreeLayout, run_levels
 from outrider.draft.drafter import MAX_PASSES, ResidentDrafter
 from outrider.draft.reading import text_batch
 from outrider.draft.tree import grow_drafts, host_draw

@@ -8,7 +8,7 @@ as read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -17,14 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.cache.table import SlotTable
-from outrider.device.layout import TreeLayout, known_rows
-from outrider.device.ops import Pass, StepOps, run_levels
-from outrider.draft.drafter import MAX_PASSES, ResidentDrafter
-from outrider.draft.reading import PrefillProgress, Reader, pieces, text_batch
+from outrider.device.ops import Pass, StepOps, TreeLayout, known_rows, run_levels
+from outrider.draft.drafter import MAX_PASSES
+from outrider.draft.reading import NetworkDrafter, Reader, pieces, text_batch
 from outrider.draft.tree import grow_drafts, host_draw
-from outrider.draft.weights import put_weights
 from outrider.model.decoder import Layered, Model, make_store
-from outrider.types import NO_DRAFT, Batch, Draft, DraftPlan, Sequence, Verdict
+from outrider.types import NO_DRAFT, Batch, Draft, DraftPlan, Sequence
 
 READ_ROWS = (128, 512, 2048)  # of known tokens read at once on a device, filled up to one of these
 # Tokens read again in a resident step: two are lacking after one in which all of its draft was accepted, some more
@@ -32,8 +30,8 @@ READ_ROWS = (128, 512, 2048)  # of known tokens read at once on a device, filled
 WINDOW = 4
 
 
-class LmDrafter(ResidentDrafter):
-    trees, usual_depth = True, 4
+class LmDrafter(NetworkDrafter):
+    trees, usual_depth, keeps_nodes = True, 4, True
 
     def __init__(
         self,
@@ -45,16 +43,17 @@ class LmDrafter(ResidentDrafter):
         step_rows: int = 256,
     ) -> None:
         """`vocab` and `context` are the target's; `graphed` replays passes from graphs, for reading on a GPU."""
-        self.model, self.table, self.vocab, self.step_rows = model, table, vocab, step_rows
+        super().__init__()
+        self.model = self.network = model
+        self.table, self.vocab, self.step_rows = table, vocab, step_rows
         self.context = min(context, model.config.context)
         self.store = make_store(model, table.pool.total)
-        self.progress = PrefillProgress()
         self.max_depth = 0
         if isinstance(model, Layered):
             run: Pass = model.make_pass(self.store)
             self.max_depth, self.run = MAX_PASSES, self._bounded(run, context)
             read = self._bounded(graphed(run), context) if graphed else self.run
-            self.reader = Reader(read, self.progress, READ_ROWS)
+            self._reader = Reader(read, self.progress, READ_ROWS)
 
     def propose(self, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan]) -> list[Draft]:
         drafts = [NO_DRAFT] * len(sequences)
@@ -67,9 +66,6 @@ class LmDrafter(ResidentDrafter):
             for i, draft in zip(able, grown, strict=True):
                 drafts[i] = draft
         return drafts
-
-    def accept(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
-        self.progress.accept(sequence, draft, verdict, fed=True)
 
     def _can_read(self, sequence: Sequence, draft_plan: DraftPlan) -> bool:
         """Short enough, and free of tokens beyond this model's vocabulary."""
@@ -93,14 +89,6 @@ class LmDrafter(ResidentDrafter):
         missing = self.vocab - logits.shape[1]
         return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits.contiguous()
 
-    @property
-    def network(self) -> Model:
-        return self.model
-
-    def replace_weights(self, weights: Mapping[str, Tensor]) -> None:
-        put_weights(self.model, weights)
-        self.progress.clear()
-
     # ------------------------------------------------------------------------------------------ resident steps
 
     def propose_resident(
@@ -113,11 +101,8 @@ class LmDrafter(ResidentDrafter):
     def tokens_behind(self, sequence: Sequence, coming: int = 0) -> int:
         return self.progress.behind(sequence, coming, WINDOW)
 
-    def catch_up(self, ops: StepOps, sequences: list[Sequence]) -> None:
-        self.reader.catch_up(ops, sequences)
-
-    def warm_up(self, ops: StepOps, longest: int = 1) -> int:
-        return self.reader.warm_up(ops, longest)
+    def reader(self, ops: StepOps) -> Reader:
+        return self._reader
 
     def _bounded(self, run: Pass, context: int) -> Pass:
         """Keeps a pass inside this model's vocabulary and context, where the target's are larger: a draft beyond them

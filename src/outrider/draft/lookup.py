@@ -27,8 +27,7 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
-from outrider.device.layout import TreeLayout
-from outrider.device.ops import StepOps
+from outrider.device.ops import StepOps, TreeLayout
 from outrider.device.state import MAX_REFERENCES
 from outrider.draft.drafter import ResidentDrafter
 from outrider.types import Draft, DraftPlan, References, Sequence

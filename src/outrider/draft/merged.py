@@ -30,10 +30,9 @@ class MergedDrafter(Drafter):
         each, slots = self._ask(sequences, draft_plans)
         merged = []
         for i, sequence in enumerate(sequences):
-            draft, numbers = merge_drafts(
-                [drafts[i] for drafts in each], min(draft_plans[i].nodes, MAX_NODES)
-            )
-            self._given[sequence] = list(zip([drafts[i] for drafts in each], numbers, strict=True))
+            given = [drafts[i] for drafts in each]
+            draft, numbers = merge_drafts(given, min(draft_plans[i].nodes, MAX_NODES))
+            self._given[sequence] = list(zip(given, numbers, strict=True))
             try:
                 self._attach(sequence, len(draft), numbers, [left[i] for left in slots])
             except CacheFull:

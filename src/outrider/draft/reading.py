@@ -5,15 +5,20 @@ They work in the target's slot table, where known tokens have their slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from outrider.cache.table import SlotTable
 from outrider.device.ops import Pass, StepOps, known_batch
+from outrider.draft.drafter import ResidentDrafter
+from outrider.draft.weights import put_weights
 from outrider.model.staged import ROW_FIELDS
 from outrider.types import Batch, Draft, Sequence, Verdict
 
@@ -78,7 +83,7 @@ def text_batch(
 
 
 def pieces(batch: Batch, rows: int) -> Iterator[Batch]:
-    """The same rows in batches of so many."""
+    """The same rows in batches of at most `rows`."""
     if batch.rows <= rows:
         yield batch
         return
@@ -149,3 +154,30 @@ class Reader:
         at = np.pad(at, (0, lacking), constant_values=self.behind)
         longest = max(longest, int(at.max()) + 1)
         self.run(known_batch(ops.state, rows, at, self.behind), TOGETHER, longest, False)
+
+
+class NetworkDrafter(ResidentDrafter):
+    """A drafter with a network of its own. It reads known tokens before it drafts, and its weights can be replaced."""
+
+    network: Any  # what holds the weights
+    keeps_nodes = False  # whether the entries of its draft nodes are those of known tokens
+
+    def __init__(self) -> None:
+        self.progress = PrefillProgress()
+
+    @abstractmethod
+    def reader(self, ops: StepOps) -> Reader: ...
+
+    def accept(self, sequence: Sequence, draft: Draft, verdict: Verdict) -> None:
+        self.progress.accept(sequence, draft, verdict, self.keeps_nodes)
+
+    def replace_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Drafts with these from now on. Requires that no step is in flight."""
+        put_weights(self.network, weights)
+        self.progress.clear()
+
+    def catch_up(self, ops: StepOps, sequences: list[Sequence]) -> None:
+        self.reader(ops).catch_up(ops, sequences)
+
+    def warm_up(self, ops: StepOps, longest: int = 1) -> int:
+        return self.reader(ops).warm_up(ops, longest)

@@ -17,7 +17,6 @@ from torch import Tensor
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
 from outrider.device.ops import Pass
-from outrider.draft.custom import make_custom
 from outrider.draft.drafter import Drafter, DrafterContext
 from outrider.draft.eagle import EagleDrafter
 from outrider.draft.eagle_head import EagleHead, ReadHead, load_eagle
@@ -25,7 +24,7 @@ from outrider.draft.early_exit import SAMPLES, EarlyExitDrafter, find_exit
 from outrider.draft.lm import LmDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.draft.merged import MergedDrafter
-from outrider.draft.names import Part, label, read_rates
+from outrider.draft.names import Part, label, make_custom, read_rates
 from outrider.draft.synthetic import SyntheticDrafter
 from outrider.draft.weights import Weights, first_difference, weights_of
 from outrider.errors import BadCheckpoint, InvalidRequest, OutriderError, UnsupportedModel

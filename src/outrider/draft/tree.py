@@ -148,7 +148,7 @@ def _branch(
         tokens, shares = _only_child(processed, rows, draw)
     else:
         tokens, shares = _coupled(processed, rows, max(counts))
-    drawn = [r for r, (i, _) in enumerate(places) if _is_drawn(sequences[i], growths[i].draft_plan)]
+    drawn = [r for r, (i, _) in enumerate(places) if _is_drawn(sequences[i])]
     number: dict[int, int] = {}
     if drawn:
         at = torch.tensor(drawn)
@@ -168,11 +168,12 @@ def _branch(
     return fresh
 
 
-def _is_drawn(sequence: Sequence, draft_plan: DraftPlan) -> bool:
+def _is_drawn(sequence: Sequence) -> bool:
     """Whether children are drawn for the ratio test; at temperature 0 it is not used and the likeliest is
     better.
     """
-    return draft_plan.mode == "rejection" and sequence.request.params.temperature > 0
+    params = sequence.request.params
+    return params.speculation.mode == "rejection" and params.temperature > 0
 
 
 def _rows(sequences: Seq[Sequence], growths: list[Growth], places: list[Place]) -> LogitRows:

@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from outrider.control.experts import ExpertCosts
+from outrider.control.guards import Guards
 from outrider.control.planner import Planner
 from outrider.draft.drafters import Drafters
 from outrider.draft.names import Part, label, settle_auto
+from outrider.draft.reading import NetworkDrafter
 from outrider.draft.table import DrafterSources, make_drafters
-from outrider.engine.draft_room import DraftRoom, draft_room
 from outrider.engine.eager_runner import EagerRunner, measure_pass
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import make_graph_runner
 from outrider.engine.kept_costs import KeptCosts
 from outrider.engine.kv_cache import KvCache, make_kv_cache
 from outrider.engine.live_draft import LiveDraft
-from outrider.engine.loading import Reading, Watch
-from outrider.engine.memory import GpuMeter, check_room, gpu_memory, runs_on_gpu, working_memory
-from outrider.engine.placement import DRAFT_TOKENS, Memory, place, share_of_all
-from outrider.engine.planning import guards_of, inform, watch_draft
+from outrider.engine.memory import (
+    DraftRoom,
+    GpuMeter,
+    check_room,
+    draft_cache_tokens,
+    draft_room,
+    gpu_memory,
+    runs_on_gpu,
+    working_memory,
+)
+from outrider.engine.placement import DRAFT_TOKENS, PREFILL_WAIT, Memory, place, share_of_all
 from outrider.engine.ranks import OtherRanks, check_ranks
 from outrider.engine.runner import Runner
 from outrider.engine.text import TokenText
@@ -37,11 +49,12 @@ from outrider.load.config import ModelConfig
 from outrider.load.find import find
 from outrider.load.heads import HeadConfig, read_head
 from outrider.load.pairs import Pair, find_pair
+from outrider.load.quants import Blocks
 from outrider.load.tokenizer import Tokenizer
-from outrider.model.decoder import Decoder, Model, kv_bytes, make_kernels
+from outrider.model.decoder import Decoder, Layered, Model, kv_bytes, make_kernels
 from outrider.model.parallel import ALONE, Group
-from outrider.model.weights import kept_formats
-from outrider.settings import WEIGHT_BYTES, Settings, cache_folder, free_memory
+from outrider.model.weights import BYTES, kept_as, kept_formats, kind_of
+from outrider.settings import WEIGHT_BYTES, Settings, cache_folder, free_memory, shown_size
 from outrider.types import MAX_NODES
 
 # Parameters. Decoding with a smaller model is bound by kernel launches on a GPU, so its prefill steps are larger.
@@ -278,3 +291,111 @@ def _measured(model: Model, cache: KvCache, held: int) -> Memory:
     """The GPU's memory with everything loaded; `held` are the bytes of this process's tensors before the drafts."""
     slots, (left, _) = cache.table.pool.total, gpu_memory()
     return Memory(model.weight_bytes(), GpuMeter.held() - held, slots * kv_bytes(model), slots, left)
+
+
+def guards_of(settings: Settings) -> Guards:
+    """The planner's bounds from the user's settings, the same on every device."""
+    return Guards(
+        max_batch=settings.draft_max_batch,
+        max_depth=settings.draft_max_depth,
+        max_temperature=settings.draft_max_temperature,
+        objective=settings.objective,
+        prefill_slowdown=settings.prefill_slowdown or inf,
+        prefill_wait=PREFILL_WAIT.get(settings.device, PREFILL_WAIT["cpu"]),
+    )
+
+
+def watch_draft(
+    planner: Planner, drafters: Drafters, cache: KvCache, model: Model, memory: Memory | None
+) -> None:
+    """Has the planner watch drafts with weights of their own, and report one that never pays together with the tokens
+    of KV cache that its memory would hold. The memory is measured on a GPU, on a CPU it follows from the shapes.
+    """
+    for name in planner.choices:
+        if isinstance(drafters[name], NetworkDrafter):
+            planner.returns.watch(name, draft_cache_tokens(drafters, cache, model, memory))
+
+
+def expert_costs(config: ModelConfig) -> ExpertCosts | None:
+    """Of a mixture of experts. Layers that have more or fewer of them count by their mean."""
+    mixtures = [spec.experts for spec in config.specs if spec.experts is not None]
+    if not mixtures:
+        return None
+    total = round(sum(experts.count for experts in mixtures) / len(mixtures))
+    chosen = round(sum(experts.per_token for experts in mixtures) / len(mixtures))
+    # Numbers of an expert in all layers, by hidden size.
+    each = sum(3 * experts.width for experts in mixtures)
+    active = config.vocab + sum(spec.active for spec in config.specs)
+    return ExpertCosts(total, chosen, active / each - chosen)
+
+
+def inform(planner: Planner, model: Model, pair: Pair | None) -> None:
+    """What is known before the first step: the experts of a model whose passes count them, and the score of a paired
+    draft, by temperature, from which the estimate of its acceptance starts.
+    """
+    if isinstance(model, Layered) and (experts := expert_costs(model.config)) is not None:
+        planner.costs.know_experts(experts)
+    score = None if pair is None else pair.card.score
+    if score is None:
+        return
+    for temperature in {one.temperature for one in score.tasks}:
+        chain = score.chain(temperature)
+        reached, accepted = sum(chain.reached[1:]), sum(chain.accepted[1:])
+        if reached:
+            planner.rates.expect(
+                planner.default, temperature, chain.accepted[0] / chain.reached[0], accepted / reached
+            )
+
+
+log = logging.getLogger(__name__)
+
+RELEASED = 1 << 26  # bytes after which what was read of the file is given back
+
+Update = Callable[[int], None]  # takes the bytes so far
+# Is called before weights are read, with what they will take in words and in bytes.
+Watch = Callable[[str, int], Update]
+
+
+class Reading:
+    """Reads weights by name. `kind` is one of settings.WEIGHTS."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, kind: str, draft: bool, watch: Watch | None, group: Group = ALONE
+    ) -> None:
+        """A rank of several reads its own outputs."""
+        self.checkpoint, self.kind, self.draft, self.group = checkpoint, kind, draft, group
+        self.done = self.released = 0
+        formats = kept_formats(checkpoint, kind, draft)
+        size = sum(formats.values()) // group.size
+        text = f"weights take {shown_size(size)} in memory ({format_list(formats)})"
+        log.info("%s: %s", checkpoint.path.name, text)
+        if kind == "stored":
+            warn_of_unpacked(checkpoint)
+        self.update: Update = (lambda done: None) if watch is None else watch(text, size)
+
+    def __call__(self, name: str) -> Tensor | Blocks:
+        stored = self.checkpoint.stored(name)
+        if self.checkpoint.config is not None:
+            stored = self.group.part(name, stored, self.checkpoint.config)
+        weight = kept_as(stored, kind_of(name, self.kind), self.draft)
+        self.done += weight.raw.nbytes if isinstance(weight, Blocks) else weight.nbytes
+        self.update(self.done)
+        if self.done - self.released > RELEASED:
+            self.checkpoint.release()
+            self.released = self.done
+        return weight
+
+
+def format_list(formats: Counter[str]) -> str:
+    """The formats of matrices, the largest first."""
+    return ", ".join(name for name, size in formats.most_common() if size > 0.01 * sum(formats.values()))
+
+
+def warn_of_unpacked(checkpoint: Checkpoint) -> None:
+    stored = {checkpoint.stored_format(name) for name in checkpoint.names()}
+    if without := sorted(stored - BYTES.keys()):
+        warnings.warn(
+            f"matrices of {checkpoint.path.name} in {', '.join(without)} are unpacked to float32: there are no kernels "
+            "for them; --weights int8 or int4 takes less memory",
+            stacklevel=2,
+        )

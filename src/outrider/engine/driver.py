@@ -1,4 +1,5 @@
-"""Gives the engine a thread of its own: requests go in from anywhere, events go to the requester.
+"""Gives the engine a thread of its own: requests go in from anywhere, events go to the requester, in a `Stream` if it
+wants them one by one.
 
 One thread loads the model and does all steps: the engine needs no locks, and the kernels' helpers serve one caller
 (a second at the same time would do its work alone). No lock is held while the target runs.
@@ -6,31 +7,34 @@ One thread loads the model and does all steps: the engine needs no locks, and th
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import contextlib
 import os
+import queue
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import TypeVar
 
 from outrider.engine.engine import Engine
 from outrider.engine.memory import in_words
-from outrider.errors import OutriderError
+from outrider.errors import InvalidRequest, OutriderError, stopped
 from outrider.types import Event, Request, Sequence, StepRecord, StepResult
 
 Listener = Callable[[Event | BaseException], None]
-
-
 T = TypeVar("T")
 DONE = object()
 LEAVE_SECONDS = 10.0  # for the step in hand, when the interpreter leaves
 QUIET = 0.25  # seconds without requests before idle work starts: many clients send the next request at once
-# Beside requests one piece of idle work is done between two steps, once there was none for so many seconds, and it
-# takes this share of the time at most.
+# Under load, idle work begins after PATIENCE seconds without any. One piece is done between two steps, and all of it
+# takes at most BUSY_SHARE of the time.
 PATIENCE, BUSY_SHARE = 2.0, 0.05
+LOOK_SECONDS = 0.5  # between two looks of a stream at an engine that is silent
 
 
 def _leave_in_time(driver: Driver) -> None:
@@ -51,12 +55,10 @@ class Driver:
     def __init__(self, build: Callable[[], Engine], wait: bool = True) -> None:
         """Builds the engine on its thread. Without `wait` the caller goes on meanwhile and calls `wait_until_built`."""
         self.engine: Engine
-        self.observer: Callable[[StepRecord], None] | None = (
-            None  # takes the record of every step, after its events
-        )
-        self.on_failure: Callable[[BaseException], None] | None = (
-            None  # takes the error that stopped the engine
-        )
+        # Takes the record of every step, after its events.
+        self.observer: Callable[[StepRecord], None] | None = None
+        # Takes the error that stopped the engine.
+        self.on_failure: Callable[[BaseException], None] | None = None
         # Work that is done in pieces while no request runs, and seldom beside requests that leave no such moment.
         self.idle_work: Iterator[None] | None = None
         self._busy_from = 0.0  # when a piece of it may be done beside requests
@@ -95,7 +97,7 @@ class Driver:
             finally:
                 done.set()
 
-        self._give(command)
+        self.post(command)
         while not done.wait(0.5):
             self._raise_if_dead()
         if failure:
@@ -103,8 +105,11 @@ class Driver:
         return result[0]
 
     def post(self, work: Callable[[], None]) -> None:
-        """Have something done on the engine's thread, between steps, without waiting. It must not raise."""
-        self._give(work)
+        """Has `work` done on the engine's thread, between steps, without waiting. It must not raise."""
+        self.check()
+        with self._wake:
+            self._commands.append(work)
+            self._wake.notify()
 
     def submit(self, requests: Seq[Request], listener: Listener) -> list[list[Sequence]]:
         """Start requests together; events go to `listener`, on the engine's thread. All start, or none if one is
@@ -126,9 +131,8 @@ class Driver:
 
     def check(self) -> None:
         """Raise why nothing can be asked of this engine, if that is so."""
-        if (
-            os.getpid() != self._pid
-        ):  # a forked process has the object, but not its thread, and locks as they stood
+        # A forked process has the object, but not its thread, and locks as they stood.
+        if os.getpid() != self._pid:
             raise OutriderError(
                 f"this LLM belongs to process {self._pid}, and a forked child cannot use it: make an LLM in the child, "
                 "or start it with multiprocessing's 'spawn'"
@@ -137,7 +141,7 @@ class Driver:
 
     def abort(self, request_id: str) -> None:
         """End a request before the next step; its listener hears an `abort` event for each choice."""
-        self._give(lambda: self._deliver(self.engine.abort(request_id)))
+        self.post(lambda: self._deliver(self.engine.abort(request_id)))
 
     def close(self) -> None:
         """Stop after the step in hand. Requests still running are aborted. In a forked child nothing happens."""
@@ -154,12 +158,6 @@ class Driver:
             self._wake.notify()
         if seconds:
             self._thread.join(seconds)
-
-    def _give(self, command: Callable[[], None]) -> None:
-        self.check()
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
 
     def _raise_if_dead(self) -> None:
         if isinstance(self._failure, OutriderError):
@@ -243,11 +241,119 @@ class Driver:
                 continue  # it failed once already
             try:
                 listener(event)
-            except (
-                Exception
-            ):  # the listener is gone, an event loop closed: no other listener may suffer for it
+            except Exception:  # its event loop was closed, for example: no other listener may suffer for it
                 del self._listeners[event.request_id]
                 self.engine.abort(event.request_id)
         for event in events:
             if event.finish_reason and event.request_id not in self.engine.live:
                 self._listeners.pop(event.request_id, None)
+
+
+class Inbox:
+    """Events on their way from the engine's thread to the reader. The driver holds it, and never the stream: a stream
+    without a reader must be freed.
+    """
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        self.wake: Callable[[], object] | None = None  # an event loop that waits
+
+    def put(self, event: Event | BaseException) -> None:
+        self.events.put(event)
+        if self.wake is not None:
+            self.wake()
+
+
+class Stream:
+    """An iterator and an asynchronous iterator. The request starts with the first event that is asked for. Leaving the
+    loop, `close`, `aclose` or cancelling the reader's task aborts it.
+    """
+
+    def __init__(self, driver: Driver, request: Request) -> None:
+        self._driver, self._request = driver, request
+        self._inbox = Inbox()
+        self._left = request.params.n  # choices that have not ended
+        self._started = False
+
+    @property
+    def request_id(self) -> str:
+        return self._request.id
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Event:
+        if not self._left:
+            raise StopIteration
+        try:
+            self._start()
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    return self._read(self._inbox.events.get(timeout=LOOK_SECONDS))
+                self._check()
+        except BaseException:  # Ctrl-C, too
+            self.close()
+            raise
+
+    async def __anext__(self) -> Event:
+        if not self._left:
+            raise StopAsyncIteration
+        there = asyncio.Event()
+        self._inbox.wake = partial(asyncio.get_running_loop().call_soon_threadsafe, there.set)
+        try:
+            self._start()
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    return self._read(self._inbox.events.get_nowait())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        await there.wait()
+                there.clear()
+                self._check()
+        except BaseException:  # the reader's task was cancelled, or the engine stopped
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Abort the request, if it runs."""
+        running, self._left = self._started and self._left > 0, 0
+        if running:
+            with contextlib.suppress(OutriderError):  # closed, or a forked child: there is nothing to abort
+                self._driver.abort(self._request.id)
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        if self._started:
+            return
+        driver, request, inbox = self._driver, self._request, self._inbox
+
+        def start() -> None:
+            try:
+                driver.add([request], inbox.put)
+            except BaseException as refused:
+                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                    inbox.put(refused)
+
+        driver.post(start)  # from here on an abort comes after it, even without a reader
+        self._started = True
+
+    def _read(self, event: Event | BaseException) -> Event:
+        if isinstance(event, InvalidRequest):
+            raise event
+        if isinstance(event, BaseException):
+            raise stopped(event) from event
+        self._left -= event.finish_reason is not None
+        return event
+
+    def _check(self) -> None:
+        """Whether the engine is there at all to send an event."""
+        if self._inbox.events.empty():
+            self._driver.check()

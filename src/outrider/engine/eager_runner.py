@@ -15,13 +15,12 @@ import torch
 from outrider.cache.store import KeyValueStore
 from outrider.control.experts import ExpertCosts
 from outrider.control.planner import Planner
-from outrider.control.prefill import MAX_PROMPT_ROWS
 from outrider.draft.drafters import Drafters
 from outrider.engine.kv_cache import KvCache
 from outrider.engine.rows import PackedRows, Packer, Result, pack, padding
-from outrider.engine.runner import InFlightStep
+from outrider.engine.runner import InFlightStep, Preparation, Runner
 from outrider.model.decoder import Model, make_store
-from outrider.types import Batch, DrafterPrefill, DraftPlan, Options, Plan, Work
+from outrider.types import Batch, DrafterPrefill, DraftPlan, Options, Plan, StepRecord, Work
 
 LONG_PREFILL = 8  # tokens: a drafter that lacks fewer drafts hardly later
 # Passes are measured by rows up to five rows a sequence: kernels take rows in blocks, so that a few more may cost
@@ -30,16 +29,11 @@ MEASURED_ROWS, ROWS_EACH = (1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 17, 24, 32, 48, 
 MEASURED_TIMES, LONGEST_MEASURED = 2, 0.1
 
 
-class EagerRunner:
-    lag = 0
-
+class EagerRunner(Runner):
     def __init__(self, model: Model, cache: KvCache, drafters: Drafters) -> None:
         self.model, self.store, self.table, self.drafters = model, cache.store, cache.table, drafters
         self.packer = Packer(model, cache.table, drafters)
         self.preparation = EagerPreparation(model, cache)
-
-    def members(self, work: Seq[Work]) -> Options:
-        return Options()
 
     def options(self, work: Seq[Work], members: Options, waiting: int) -> Options:
         return Options(waiting=waiting, **packed_options(self.drafters, work, [one.emits for one in work]))
@@ -48,18 +42,19 @@ class EagerRunner:
         begun = time.perf_counter()
         lag = self._lag(work, plan.draft_plans)
         rows = PackedRows(work, self.packer.propose(work, plan.draft_plans), plan.draft_plans)
-        step = InFlightStep(work, list(plan.draft_plans), plan.reasons, rows, begun)
+        record = StepRecord(reasons=plan.reasons, plan_cached=plan.cached)
+        step = InFlightStep(work, list(plan.draft_plans), rows, begun, record)
         for one in work:
             one.launch(1, wait=True)
         drafted = time.perf_counter()
         batch = pack(work, rows.drafts, self.table)
-        rows.logits, step.rows = self.model.forward(batch, self.store), batch.rows
-        step.experts = self.model.experts_read
-        step.draft_s, step.target_s = drafted - begun, time.perf_counter() - drafted
+        rows.logits, record.rows = self.model.forward(batch, self.store), batch.rows
+        record.experts = self.model.experts_read
+        record.draft_s, record.target_s = drafted - begun, time.perf_counter() - drafted
         for name, tokens in lag.most_common(1):
             pairs = zip(rows.drafts, plan.draft_plans, strict=True)
             if tokens >= LONG_PREFILL and any(draft and one.drafter == name for draft, one in pairs):
-                step.drafter_prefill = DrafterPrefill(name, tokens, step.draft_s)
+                record.drafter_prefill = DrafterPrefill(name, tokens, record.draft_s)
         return step
 
     def _lag(self, work: Seq[Work], draft_plans: Seq[DraftPlan]) -> Counter[str]:
@@ -73,11 +68,8 @@ class EagerRunner:
     def finish(self, step: InFlightStep) -> list[Result]:
         begun = time.perf_counter()
         results = self.packer.verify(step.packed)
-        step.verify_s = time.perf_counter() - begun
+        step.record.verify_s = time.perf_counter() - begun
         return results
-
-    def release(self, drafters: Seq[str]) -> None:
-        return
 
 
 def packed_options(drafters: Drafters, work: Seq[Work], drafting: Seq[bool]) -> dict[str, Any]:
@@ -99,12 +91,8 @@ def packed_options(drafters: Drafters, work: Seq[Work], drafting: Seq[bool]) -> 
     return {"model_free": free, "lag": lag, "branching": frozenset(branching), "available": available}
 
 
-class EagerPreparation:
+class EagerPreparation(Preparation):
     """Measures passes by rows."""
-
-    on_demand, idle = False, True
-    sequences = most = 0
-    counts = 0, 0  # nothing is captured or compiled
 
     def __init__(self, model: Model, cache: KvCache) -> None:
         self.model, self.cache = model, cache
@@ -120,12 +108,6 @@ class EagerPreparation:
             seconds = measure_pass(self.model, self.cache, planner.costs.eager.experts, rows)
             planner.costs.eager.learn_pass(rows, seconds)
             yield True
-
-    def most_prompt_rows(self, decoding: int) -> int:
-        return MAX_PROMPT_ROWS
-
-    def measure(self, planner: Planner, drafter: str, size: int) -> None:
-        return
 
 
 def measure_pass(model: Model, cache: KvCache, experts: ExpertCosts | None, rows: int) -> float:

@@ -126,7 +126,7 @@ class Engine:
         if work:
             plan = self._plan(work)
             step = self.runner.launch(work, plan)
-            step.plan_s, step.begun, step.plan_cached = step.begun - begun, begun, plan.cached
+            step.record.plan_s, step.begun = step.begun - begun, begun
             self.in_flight.append(step)
         while len(self.in_flight) > (self.runner.lag if work else 0):
             results.append(self._settle(self.in_flight.popleft()))
@@ -143,9 +143,8 @@ class Engine:
             return self.settings.step_rows
         rows = max(self.planner.prompt_rows(decoding, waited, waiting, pending), 1)
         rows = min(rows, preparation.most_prompt_rows(decoding))
-        after_prompts = bool(self.in_flight) and any(
-            one.prompt_rows for one in self.in_flight[-1].packed.work
-        )
+        latest = self.in_flight[-1].packed.work if self.in_flight else []
+        after_prompts = any(one.prompt_rows for one in latest)
         admitted = waiting * min(1.0, rows / max(pending, 1))
         # A step that is full anyway holds no more prompts for waiting.
         hold = after_prompts and not begun and pending < rows
@@ -208,7 +207,7 @@ class Engine:
         self.keep_costs(always=True)
 
     def prepare_more(self) -> Iterator[None] | None:
-        """The steps of more sequences than were prepared for, if so many have come since."""
+        """Prepares for more sequences, if more have come at once than steps are prepared for."""
         preparation = self.runner.preparation
         if preparation.on_demand or preparation.most <= preparation.sequences:
             return None
@@ -243,43 +242,28 @@ class Engine:
         return StepResult(events, record)
 
     def _record(self, step: InFlightStep, results: list[Result], alive: list[int]) -> StepRecord:
-        outcomes = []
-        if step.can_draft:
-            outcomes = [
+        """The step's record, with what came of the sequences that are alive."""
+        record, captured = step.record, step.record.captured
+        # In captured plain passes the planner had no choice.
+        if captured is None or captured.drafter != "none" or step.packed.work:
+            record.outcomes = [
                 _outcome_of(step.work[i].sequence, step.draft_plans[i], draft, verdict)
                 for i, (draft, verdict) in zip(alive, results, strict=True)
                 if verdict is not None
             ]
-        return StepRecord(
-            rows=step.rows,
-            sequences=len(alive),
-            known=sum([step.work[i].known for i in alive]),
-            prompt_rows=sum(one.prompt_rows for one in step.packed.work if one.alive),
-            drafted=sum([len(draft.tokens) for draft, _ in results]),
-            accepted=sum([len(verdict.accepted) for _, verdict in results if verdict is not None]),
-            emitted=0,
-            plan_s=step.plan_s,
-            draft_s=step.draft_s,
-            target_s=step.target_s,
-            verify_s=step.verify_s,
-            waited_s=step.waited_s,
-            total_s=0.0,
-            outcomes=outcomes,
-            reasons=step.reasons,
-            captured=step.captured,
-            passes=step.passes,
-            drafter_prefill=step.drafter_prefill,
-            predicted=step.predicted + step.packed.predicted,
-            plan_cached=step.plan_cached,
-            experts=step.experts,
-            uncaptured=step.uncaptured,
-        )
+        record.sequences, record.known = len(alive), sum([step.work[i].known for i in alive])
+        record.prompt_rows = sum(one.prompt_rows for one in step.packed.work if one.alive)
+        record.drafted = sum([len(draft.tokens) for draft, _ in results])
+        record.accepted = sum([len(verdict.accepted) for _, verdict in results if verdict is not None])
+        record.predicted += step.packed.predicted
+        return record
 
     def _shadow_scores(self, step: InFlightStep, results: list[Result], alive: list[int]) -> list[Outcome]:
         """How model-free drafters would have done where they did not draft, for a few sequences in turn. Where the
         device waits for the host, as it often does after prompts, nothing is scored.
         """
-        if step.captured is not None and (step.packed.work or step.waited_s < self.score_s):
+        captured = step.record.captured
+        if captured is not None and (step.packed.work or step.record.waited_s < self.score_s):
             return []
         begun, found = time.perf_counter(), list[Outcome | None]()
         turns, self.turn = max(-(-len(alive) // MAX_SCORED), 1), self.turn + 1
@@ -288,7 +272,7 @@ class Engine:
                 (draft, verdict), sequence = results[i], step.work[i].sequence
                 asked = sequence.request.params.speculation
                 mine = asked.drafter == name or (asked.drafter is None and name in self.planner.choices)
-                lead = step.captured.drafter if step.captured else ""
+                lead = captured.drafter if captured else ""
                 ran = step.draft_plans[i].drafter == name and (draft or lead == name)
                 if verdict is not None and mine and not (asked.off or ran or sequence.finish_reason):
                     found.append(self.scores.score(name, sequence))
@@ -333,8 +317,8 @@ class Engine:
         detail = None
         if sequence in self.explained:
             drafter, accepted = draft_plan.drafter if drafted else "none", tuple(verdict.accepted)
-            origin = tuple(origins)
-            detail = StepDetail(drafter, draft.tokens, draft.parents, accepted, origin, step.reasons[i])
+            origin, why = tuple(origins), step.record.reasons[i]
+            detail = StepDetail(drafter, draft.tokens, draft.parents, accepted, origin, why)
             sequence.details.append(detail)
         if draft_plan.nodes > 0:
             self.drafters.accept(draft_plan.drafter, sequence, draft, verdict)
@@ -375,11 +359,11 @@ class Engine:
 def _log_reasons(step: InFlightStep, alive: list[int]) -> None:
     for i in alive:
         sequence = step.work[i].sequence
-        log.debug("%s, choice %d: %s", sequence.request.id, sequence.choice, step.reasons[i])
+        log.debug("%s, choice %d: %s", sequence.request.id, sequence.choice, step.record.reasons[i])
 
 
 def _ending(sequence: Sequence, tokens: list[int]) -> tuple[int, int, FinishReason | None]:
-    """How many of these tokens the answer takes, how many of those are text, and what ends it, if anything does."""
+    """Returns how many of the tokens belong to the answer, how many of these are text, and why the answer ends."""
     grammar, ends = sequence.grammar, sequence.request.stop_ids
     if grammar is None and ends.isdisjoint(tokens):
         return len(tokens), len(tokens), None

@@ -25,18 +25,16 @@ from torch import Tensor
 
 from outrider.control.trees import tree_nodes
 from outrider.device.buckets import MOST_CAPTURED, TREE_SIZE, RunChoice, SizeChoice
-from outrider.device.capture import CapturedStep, Launched, StepShape, Timer
-from outrider.device.graphs import StepGraphs
+from outrider.device.capture import CapturedStep, Launched, StepGraphs, StepShape, Timer
 from outrider.device.ops import StepOps
 from outrider.device.state import SequenceState
 from outrider.draft.drafters import DrafterFailed, Drafters
 from outrider.engine.eager_runner import packed_options
 from outrider.engine.graph_shapes import MAX_RESIDENT_DEPTH, GraphShapes, packed_bucket
-from outrider.engine.graph_step import GraphStep, InFlightDrafts, Inputs
 from outrider.engine.kv_cache import KvCache
-from outrider.engine.residency import Residency
+from outrider.engine.residency import GraphStep, InFlightDrafts, Inputs, Residency
 from outrider.engine.rows import PackedRows, Packer, Result, exact_draft, pack
-from outrider.engine.runner import InFlightStep
+from outrider.engine.runner import InFlightStep, Runner
 from outrider.engine.warm_up import GraphPreparation
 from outrider.model.decoder import Model
 from outrider.model.kernels.gpu.recording import context_for
@@ -51,6 +49,7 @@ from outrider.types import (
     Options,
     Plan,
     Sequence,
+    StepRecord,
     TreeShape,
     Verdict,
     Work,
@@ -58,7 +57,7 @@ from outrider.types import (
 from outrider.verify.batch import emitting_rows, predicted, report, verify_rows
 
 
-class GraphRunner:
+class GraphRunner(Runner):
     def __init__(
         self,
         model: Model,
@@ -226,10 +225,8 @@ class GraphRunner:
     def launch(self, work: list[Work], plan: Plan) -> InFlightStep:
         resident = [i for i, here in enumerate(plan.resident) if here]
         begun = time.perf_counter()
-        step = GraphStep(
-            work, list(plan.draft_plans), plan.reasons, PackedRows([], []), begun, resident=resident
-        )
-        packed = step.packed
+        packed, record = PackedRows([], []), StepRecord(reasons=plan.reasons, plan_cached=plan.cached)
+        step = GraphStep(work, list(plan.draft_plans), packed, begun, record, resident=resident)
         packed.work = [work[i] for i in step.packed_places]
         packed.draft_plans = [plan.draft_plans[i] for i in step.packed_places]
         packed.drafts = self.packer.propose(packed.work, packed.draft_plans)
@@ -292,8 +289,9 @@ class GraphRunner:
             drafting = {int(row): one.drafter for row, one in zip(rows, plans, strict=True) if one.nodes}
         slots = self.table.entries[rows[:, None], at]
         self.latest.append(InFlightDrafts(lead, drafting, 1 + shape.tree.depth, passes))
-        step.rows = len(work) * (shape.tree.nodes + 1) + (0 if batch is None else batch.rows)
-        step.passes, step.captured = passes, CapturedShape(lead, shape.tree, step.size) if work else None
+        step.record.rows = len(work) * (shape.tree.nodes + 1) + (0 if batch is None else batch.rows)
+        step.record.passes = passes
+        step.record.captured = CapturedShape(lead, shape.tree, step.size) if work else None
         return Inputs(rows, wanted, commits, slots, numbers), batch
 
     def _plain_shape(self, size: int, rows: np.ndarray, packed: Seq[Work], drafts: Seq[Draft]) -> StepShape:
@@ -311,9 +309,8 @@ class GraphRunner:
             if self.table.make_room(len(rows) * plan.tree.nodes):
                 shape = replace(plain, tree=plan.tree, drafters=plan.drafters)
                 return self.preparation.serving(shape)
-            for (
-                i
-            ) in step.resident:  # host-packed drafts took the slots: none is worth another sequence's place
+            # Host-packed drafts took the slots, and no draft is worth another sequence's place.
+            for i in step.resident:
                 step.draft_plans[i] = NO_DRAFT_PLAN
         if len(rows) and not (step.packed.work or step.host_verified or step.reported):
             sequences = (step.work[i].sequence for i in step.resident)
@@ -328,7 +325,7 @@ class GraphRunner:
         assert step.shape is not None
         self.preparation.before(step.shape, len(step.work))
         captured = self.graphs.step(step.shape)
-        step.uncaptured = self.captures and captured.graph is None and not self.graphs.on_demand
+        step.record.uncaptured = self.captures and captured.graph is None and not self.graphs.on_demand
         captured.fill(*inputs)
         if batch is not None:
             self._stage(captured, step.packed, batch)
@@ -338,10 +335,10 @@ class GraphRunner:
         """The same step, plain, after a drafter failed. Slots of draft nodes are given back when it is settled."""
         assert step.shape is not None
         count = len(inputs.rows)
-        step.rows -= count * step.shape.tree.nodes
+        step.record.rows -= count * step.shape.tree.nodes
         plain = replace(step.shape, tree=NO_TREE, drafters=())
         step.shape = self.preparation.serving(plain)
-        step.captured = CapturedShape("none", NO_TREE, step.size)
+        step.record.captured = CapturedShape("none", NO_TREE, step.size)
         self.latest[-1] = InFlightDrafts("none", {}, 1, 1)
         for i in step.resident:
             step.draft_plans[i] = NO_DRAFT_PLAN
@@ -411,7 +408,8 @@ class GraphRunner:
         begun = time.perf_counter()
         assert isinstance(step, GraphStep) and step.launched is not None
         step.launched.timer.wait()
-        step.waited_s, step.target_s = time.perf_counter() - begun, step.launched.timer.seconds()
+        record = step.record
+        record.waited_s, record.target_s = time.perf_counter() - begun, step.launched.timer.seconds()
         results: list[Result] = [(NO_DRAFT, None)] * len(step.work)
         with self._on_side_stream(step):
             for i, result in zip(step.resident, self._results(step), strict=True):
@@ -419,15 +417,15 @@ class GraphRunner:
             if step.packed.work:
                 for i, result in zip(step.packed_places, self.packer.verify(step.packed), strict=True):
                     results[i] = result
-        step.experts = int(step.launched.experts) / step.passes / max(self.mixtures, 1)
+        record.experts = int(step.launched.experts) / record.passes / max(self.mixtures, 1)
         if step.prefill is not None:
             name, tokens, timer = step.prefill
-            step.drafter_prefill = DrafterPrefill(name, tokens, timer.seconds())
+            record.drafter_prefill = DrafterPrefill(name, tokens, timer.seconds())
         now = time.perf_counter()
-        if step.captured is not None and step.captured.drafter == "none":
+        if record.captured is not None and record.captured.drafter == "none":
             spent = now - max(step.begun, self.finished_at)
-            self.runs.observe(step.captured.size, step.passes, step.waited_s, spent, step.target_s)
-        step.verify_s, self.finished_at = now - begun - step.waited_s, now
+            self.runs.observe(record.captured.size, record.passes, record.waited_s, spent, record.target_s)
+        record.verify_s, self.finished_at = now - begun - record.waited_s, now
         return results
 
     def _on_side_stream(self, step: InFlightStep) -> AbstractContextManager[Any]:
@@ -457,7 +455,7 @@ class GraphRunner:
             draft, sampled = results[step.sampled]
             if sampled is not None and exact_draft(work[step.sampled], draft):
                 drafter = step.draft_plans[step.resident[step.sampled]].drafter
-                step.predicted.append((drafter, *predicted(step.logits[step.sampled], sampled)))
+                step.record.predicted.append((drafter, *predicted(step.logits[step.sampled], sampled)))
         return results
 
     def _read(self, step: GraphStep) -> Iterator[tuple[Draft, Verdict]]:

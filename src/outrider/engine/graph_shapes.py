@@ -26,9 +26,8 @@ class GraphShapes:
         wide = TREES if drafter.trees and size <= self.tree_size and not prompts else ()
         deepest = drafter.usual_depth or drafter.max_depth
         chains = [tree for tree in CHAINS if tree.depth <= (min(deepest, MAX_BESIDE) if prompts else deepest)]
-        if (
-            prompts and self.captures
-        ):  # one level more costs little there, and nothing for a model-free drafter
+        # One level more costs little beside prompt rows, and nothing for a model-free drafter.
+        if prompts and self.captures:
             chains = chains[-1:] if drafter.model_free else chains[1:] or chains
         return tuple(tree for tree in (*chains, *wide) if size * (tree.nodes + 1) <= MAX_ROWS)
 
@@ -61,8 +60,8 @@ def packed_bucket(work: Seq[Work], drafts: Seq[Draft]) -> tuple[int, int, int]:
 
 
 def usual_shape(shape: StepShape, beside: int) -> StepShape | None:
-    """The smallest of those shapes that steps are prepared with that has room for this one; None: there is none. Steps
-    with staged rows have room for `beside` resident sequences. Contexts are taken as they are.
+    """The smallest prepared shape that has room for this one; None: there is none. Steps with staged rows have room for
+    `beside` resident sequences. The context stays.
     """
     if not shape.staged:
         return shape

@@ -95,9 +95,8 @@ class KeptCosts:
         kept = {"about": self.about, "curve": curve, "per_level": self.costs.per_level}
         if self.costs.experts is not None:
             kept["experts"] = self.costs.experts.known()
-        own = self.file.with_name(
-            f"{self.file.name}.{os.getpid()}"
-        )  # other processes may write at the same time
+        # Other processes may write at the same time.
+        own = self.file.with_name(f"{self.file.name}.{os.getpid()}")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             own.write_text(json.dumps(kept, indent=1))

@@ -19,9 +19,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.draft.drafter import NetworkDrafter
 from outrider.draft.drafters import Drafters
 from outrider.draft.names import Part
+from outrider.draft.reading import NetworkDrafter
 from outrider.draft.table import DrafterSources, prepare_weights
 from outrider.draft.weights import Weights, copy_of
 from outrider.engine.driver import Driver

@@ -16,17 +16,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from outrider.draft.custom import load_source
-from outrider.draft.names import check_parts, parse_draft
-from outrider.engine.build import Built, Reshape, build_engine, settle_pair
-from outrider.engine.driver import Driver
+from outrider.draft.names import check_parts, load_source, parse_draft
+from outrider.engine.admission import Message, Prompt, as_list, check_messages, plain_list
+from outrider.engine.build import Built, Reshape, Watch, build_engine, settle_pair
+from outrider.engine.driver import Driver, Stream
 from outrider.engine.engine import Engine
-from outrider.engine.loading import Watch
 from outrider.engine.memory import runs_on_gpu, wake_gpu
 from outrider.engine.output import Output, make_output
-from outrider.engine.prompts import Message, Prompt, as_list, check_messages, plain_list
 from outrider.engine.ranks import OtherRanks
-from outrider.engine.stream import Stream
 from outrider.errors import InvalidRequest, OutriderError, stopped
 from outrider.load.checkpoint import open_checkpoint
 from outrider.load.find import find, published_sampling
@@ -113,7 +110,7 @@ class LLM:
         On a GPU this takes some seconds, and longer the first time, when kernels are compiled; otherwise requests wait
         for it. On a CPU it measures passes by their rows, in about a second. Without `wait` it runs while the engine is
         idle, and now and then between steps; "plain" waits only for steps without drafts. If more sequences come, the
-        first steps of so many are slow, and theirs are prepared as well.
+        first steps with more are slow, and those are prepared as well.
         """
         most = min(sequences or self.settings.max_sequences, self.settings.max_sequences)
 

@@ -1,21 +1,31 @@
-"""Memory: what is free, what the steps of a GPU need, and errors that say what to reduce when it runs out."""
+"""Memory: what is free, what drafts and a GPU's steps need, and errors that say what to reduce when it runs out."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
 
 import torch
 
 from outrider.device.state import SequenceState
-from outrider.engine.draft_room import DraftRoom
-from outrider.engine.placement import place
+from outrider.draft.drafters import Drafters
+from outrider.draft.eagle import EagleDrafter
+from outrider.draft.lm import LmDrafter
+from outrider.draft.weights import weights_of
+from outrider.engine.kv_cache import KvCache
+from outrider.engine.placement import Memory, place
 from outrider.errors import OutOfMemory
+from outrider.load.checkpoint import Checkpoint
 from outrider.load.config import ModelConfig
-from outrider.model.decoder import Model, make_store
+from outrider.load.heads import IGNORED
+from outrider.model.decoder import Model, kv_bytes, make_store
+from outrider.model.weights import BYTES, kept_formats
 from outrider.settings import Settings, shown_size
 from outrider.types import MAX_NODES, Batch
 
@@ -25,7 +35,6 @@ LESS = (
 )
 # Messages of torch's allocators, whose errors are plain RuntimeErrors on a CPU.
 SIGNS = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
-NO_DRAFT = DraftRoom()
 SIZE = re.compile(r"allocate (\d+) bytes|allocate ([\d.]+ [KMG]iB)")
 
 
@@ -58,6 +67,73 @@ def in_words(error: BaseException, doing: str) -> BaseException:
     words = OutOfMemory(f"out of memory while {doing}{wanted}; {LESS}")
     words.__cause__ = error
     return words
+
+
+# ------------------------------------------------------------------------------------------- of drafts
+
+KEYS = "self_attn.k_proj.weight"
+FUSION = "fc.weight"  # of an EAGLE head: it reads the target's hidden states
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRoom:
+    """How much memory drafts take, from the shapes of their tensors before anything is loaded."""
+
+    weights: int = 0  # numbers in all
+    cached: int = 0  # numbers for each cached token: keys, values, and for a head the target's hidden states
+    kept: int = 0  # bytes of the weights on a CPU
+
+
+def draft_room(drafts: Iterable[Checkpoint], kind: str = "stored") -> DraftRoom:
+    """The sum over these models and heads; a CPU keeps the models as `kind`, one of settings.WEIGHTS."""
+    weights = cached = kept = 0
+    for draft in drafts:
+        names = draft.names()
+        if FUSION in names:
+            names = [name for name in names if name not in IGNORED]
+        else:
+            kept += sum(kept_formats(draft, kind, draft=True).values())
+        shapes = {name: draft.shape(name) for name in names}
+        numbers = sum(map(math.prod, shapes.values()))
+        cached += 2 * sum(shape[0] for name, shape in shapes.items() if name.endswith(KEYS))
+        if FUSION in shapes:
+            hidden, read = shapes[FUSION]
+            cached += read
+            if "lm_head.weight" not in shapes and "d2t" in shapes:  # a copy of rows of the target's head
+                numbers += shapes["d2t"][0] * hidden
+            kept += int(BYTES["bfloat16"] * numbers)
+        weights += numbers
+    return DraftRoom(weights, cached, kept)
+
+
+def draft_weight_bytes(drafters: Drafters) -> int:
+    """Bytes of the loaded weights of models and heads."""
+    size = 0
+    for drafter in map(drafters.__getitem__, drafters.names):
+        if isinstance(drafter, LmDrafter):
+            size += drafter.model.weight_bytes()
+        elif isinstance(drafter, EagleDrafter):
+            size += sum(tensor.nbytes for tensor in weights_of(drafter.network).values())
+    return size
+
+
+def draft_cache_tokens(drafters: Drafters, cache: KvCache, model: Model, memory: Memory | None) -> int:
+    """Tokens of KV cache that the memory of all loaded drafts would hold: measured on a GPU, else counted by tensors
+    (weights, keys and values, and the hidden states of the target that are kept for a head).
+    """
+    if memory is not None:
+        return memory.draft // kv_bytes(model)
+    size, features = draft_weight_bytes(drafters), cache.store.features
+    for drafter in map(drafters.__getitem__, drafters.names):
+        if isinstance(drafter, LmDrafter | EagleDrafter):
+            size += sum(tensor.nbytes for tensor in (*drafter.store.keys, *drafter.store.values))
+    return (size + (0 if features is None else features.nbytes)) // kv_bytes(model)
+
+
+NO_DRAFT = DraftRoom()
+
+
+# ------------------------------------------------------------------------------------------- of a CPU
 
 
 def cpu_size(config: ModelConfig, settings: Settings, weights: int, draft: DraftRoom) -> tuple[int, int]:
@@ -158,7 +234,7 @@ def working_memory(model: Model, settings: Settings, meter: Meter) -> int:
 
 
 def _largest_batch(settings: Settings, context: int, device: torch.device) -> Batch:
-    """A full step of new prompts, with logits for as many rows as there may be sequences."""
+    """A full step of new prompts, with logits for one row of each sequence."""
     rows, each = settings.step_rows, min(settings.step_rows, context)
     at = torch.arange(rows, dtype=torch.int32, device=device)
     positions, prompts = at % each, -(-rows // each)

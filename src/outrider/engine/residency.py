@@ -1,13 +1,19 @@
-"""Tracks which rows of the device's state match what the host knows, and uploads the others."""
+"""The persistent batch as the host sees it: which rows of the device's state are current, and the steps in flight."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from outrider.cache.table import SlotTable
+from outrider.device.capture import Launched, StepShape, Timer
 from outrider.device.state import Change, SequenceState
+from outrider.engine.runner import InFlightStep
 from outrider.types import Sequence, Work
 
 
@@ -20,9 +26,8 @@ class Residency:
         self.left: dict[int, tuple[Sequence, int, int, int]] = {}
         # Host-packed rows, of which only slots are uploaded: the same, with the number of slots.
         self.tabled: dict[int, tuple[Sequence, int, int]] = {}
-        self.special = np.zeros(
-            state.rows, bool
-        )  # rows of requests that the host may have to verify or report on
+        # Rows of requests that the host may have to verify or report on.
+        self.special = np.zeros(state.rows, bool)
 
     def sync(self, sequences: Iterable[Sequence]) -> None:
         """Upload those that have not been resident since the host last changed them."""
@@ -59,3 +64,40 @@ class Residency:
         if good < one.start:
             self.state.upload_slots(row, good, self.table.entries[row, good : one.start])
         self.tabled[row] = sequence, sequence.released, one.start + one.known
+
+
+class Inputs(NamedTuple):
+    """What the sequences of the persistent batch are given."""
+
+    rows: np.ndarray  # of the state
+    wanted: Seq[int]  # draft nodes
+    commits: np.ndarray  # whether the device commits
+    slots: np.ndarray
+    drafters: Seq[int]  # which of the step's drafters proposes for each
+
+
+@dataclass(slots=True)
+class GraphStep(InFlightStep):
+    resident: list[int] = field(default_factory=list)  # places in the work; the others are host-packed
+    shape: StepShape | None = None
+    size: int = 0  # that the persistent batch was planned for; a larger shape may serve
+    launched: Launched | None = None
+    host_verified: frozenset[int] = frozenset()  # places in `resident`
+    reported: frozenset[int] = frozenset()  # places in `resident` whose log-probabilities are wanted
+    logits: dict[int, Tensor] = field(default_factory=dict)  # that the host needs, by place in `resident`
+    prefill: tuple[str, int, Timer] | None = None  # of a drafter
+    sampled: int | None = None  # place in `resident` of the sequence whose logits are looked at
+    packed_places: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        here = set(self.resident)
+        self.packed_places = [i for i in range(len(self.work)) if i not in here]
+
+
+class InFlightDrafts(NamedTuple):
+    """Of a step in flight: who drafts for which rows, and the most tokens that rows bring with and without a draft."""
+
+    lead: str
+    drafters: dict[int, str]
+    drafted: int
+    plain: int

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from outrider.control.planner import Planner
+from outrider.control.prefill import MAX_PROMPT_ROWS
 from outrider.engine.rows import PackedRows, Result
-from outrider.types import CapturedShape, DrafterPrefill, DraftPlan, Options, Plan, Reason, Work
+from outrider.types import DraftPlan, Options, Plan, StepRecord, Work
 
 
 @dataclass(slots=True)
@@ -22,42 +23,24 @@ class InFlightStep:
 
     work: list[Work]
     draft_plans: list[DraftPlan]
-    reasons: tuple[Reason, ...]
     packed: PackedRows
-    begun: float = 0.0
-    rows: int = 0  # of one pass
-    passes: int = 1
-    captured: CapturedShape | None = None
-    drafter_prefill: DrafterPrefill | None = None
-    predicted: list[tuple[str, int, float]] = field(default_factory=list)  # of the persistent batch
+    begun: float
+    record: StepRecord  # what it costs, written as it runs
     ready: Any = None  # where a device lags: an event after which its logits can be read
-    plan_s: float = 0.0
-    plan_cached: bool = False
-    draft_s: float = 0.0
-    target_s: float = 0.0
-    verify_s: float = 0.0
-    waited_s: float = 0.0
-    experts: float = 0.0  # as StepRecord has it
-    uncaptured: bool = False  # the same
-
-    @property
-    def can_draft(self) -> bool:
-        """Whether the planner had a choice. In captured plain passes it had none."""
-        return self.captured is None or self.captured.drafter != "none" or bool(self.packed.work)
 
 
 class Preparation(Protocol):
-    """Captures and measures steps ahead of requests."""
+    """Captures and measures steps ahead of requests. The defaults are of a device without captured steps."""
 
-    on_demand: bool  # whether steps may be captured and measured while a request waits
-    idle: bool  # whether no request runs while the next piece of `run` is done
-    sequences: int  # at once, at most, of those that steps are prepared for
-    most: int  # the same of those that came
+    on_demand: bool = False  # whether steps may be captured and measured while a request waits
+    idle: bool = True  # whether no request runs while the next piece of `run` is done
+    sequences: int = 0  # maximum number that steps are prepared for
+    most: int = 0  # maximum number that came at once
 
     @property
     def counts(self) -> tuple[int, int]:
         """Graphs captured and kernels compiled so far."""
-        ...
+        return 0, 0
 
     def run(self, planner: Planner, sequences: int) -> Iterator[bool]:
         """Prepares steps of up to this many sequences, piece by piece, and teaches the planner their costs. Yields
@@ -66,23 +49,21 @@ class Preparation(Protocol):
         ...
 
     def most_prompt_rows(self, decoding: int) -> int:
-        """Maximum number of prompt rows that a prepared step with so many decoding sequences has room for."""
-        ...
+        """Maximum number of prompt rows in a prepared step with `decoding` sequences."""
+        return MAX_PROMPT_ROWS
 
     def measure(self, planner: Planner, drafter: str, size: int) -> None:
         """Measures the steps of one size now, plain and with this drafter."""
-        ...
+        return
 
 
 class Runner(Protocol):
-    lag: int  # steps that may be in flight while the next one is launched
-
-    @property
-    def preparation(self) -> Preparation: ...
+    lag: int = 0  # steps that may be in flight while the next one is launched
+    preparation: Preparation
 
     def members(self, work: Seq[Work]) -> Options:
         """Which work is in the persistent batch: all that a plan of an earlier step is checked against."""
-        ...
+        return Options()
 
     def options(self, work: Seq[Work], members: Options, waiting: int) -> Options:
         """What the planner may choose from for this work, while this many other prompts wait."""
@@ -98,4 +79,4 @@ class Runner(Protocol):
 
     def release(self, drafters: Seq[str]) -> None:
         """Drops everything kept for drafters that are gone. Nothing is in flight."""
-        ...
+        return

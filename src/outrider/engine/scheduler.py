@@ -28,9 +28,8 @@ from outrider.types import Sequence, Work
 # Maximum number of prompt rows in a step. Takes the number of decoding sequences, the seconds that the oldest prompt
 # has waited, the number of waiting prompts, their tokens, and whether one of them is partly read.
 PromptRows = Callable[[int, float, int, int, bool], int]
-BackgroundRows = Callable[
-    [int], int
-]  # prompt rows of a step with so many decoding background sequences and no others
+# The same where all sequences are of background requests. Takes the number of those that decode.
+BackgroundRows = Callable[[int], int]
 BACKGROUND_SECONDS = 0.05  # of a step without other requests: the next one waits for it (log/101)
 LOOK_AHEAD = 16  # waiting prompts among which short ones are looked for
 COUNTED = 256  # waiting prompts whose tokens are counted: more than a few steps read, as a rule
@@ -59,7 +58,7 @@ class Scheduler:
 
     def schedule(self, prompt_rows: PromptRows, background_rows: BackgroundRows) -> list[Work]:
         """Sequences that can move, with slots for the known tokens that are fed."""
-        pause = self.background and self._pauses_background()
+        pause = self.background and (self.waiting or not all(s.request.background for s in self.running))
         self._queue = self.waiting if pause or not self.background else self.waiting_background
         # `pending` and `remaining` are written out here: this runs for every sequence in every step.
         ready = [
@@ -88,9 +87,6 @@ class Scheduler:
             budget -= known
             reading = reading or not work[-1].emits
         return work
-
-    def _pauses_background(self) -> bool:
-        return bool(self.waiting) or not all(s.request.background for s in self.running)
 
     def _queue_of(self, sequence: Sequence) -> deque[Sequence]:
         return self.waiting_background if sequence.request.background else self.waiting
@@ -124,7 +120,9 @@ class Scheduler:
         """One token each, all at once, if there is room for that."""
         if not self.table.make_room(len(ready)):
             return None
-        if ready:
+        if len(ready) == 1:
+            self.table.extend(ready[0].row, 1)
+        elif ready:
             self.table.extend_all(np.array([s.row for s in ready]), 1)
         return [Work(sequence, 1) for sequence in ready]
 

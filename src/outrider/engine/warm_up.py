@@ -10,10 +10,10 @@ Threads compile the kernels of these steps ahead, in the same order.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, product
 from math import log2
 
 import numpy as np
@@ -40,11 +40,11 @@ from outrider.device.buckets import (
     sizes_beside,
     sizes_up_to,
 )
-from outrider.device.capture import CapturedStep, StepShape, Timer
-from outrider.device.graphs import StepGraphs
+from outrider.device.capture import CapturedStep, StepGraphs, StepShape, Timer
 from outrider.device.ops import StepOps
 from outrider.draft.drafters import DrafterFailed, Drafters
 from outrider.engine.graph_shapes import GraphShapes, usual_shape
+from outrider.engine.runner import Preparation
 from outrider.model.kernels.gpu.recording import CONTEXTS, Recorded, context_for, contexts_for
 from outrider.types import (
     NO_DRAFT,
@@ -57,7 +57,6 @@ from outrider.types import (
 )
 from outrider.verify.batch import verify_rows
 
-Plain = Callable[[int], float | None]  # seconds of plain steps, by size
 POLL_SECONDS = 0.005
 SPARE = 1 << 30  # bytes that are left alone
 LONGEST = CONTEXTS[2]  # tokens of texts whose steps are captured ahead
@@ -65,7 +64,7 @@ LONGEST = CONTEXTS[2]  # tokens of texts whose steps are captured ahead
 EAGER_ROWS = (576, 1024, 2048)
 
 
-class GraphPreparation:
+class GraphPreparation(Preparation):
     def __init__(
         self, graphs: StepGraphs, shapes: GraphShapes, sizes: SizeChoice, drafters: Drafters, ops: StepOps
     ) -> None:
@@ -76,9 +75,9 @@ class GraphPreparation:
         self.prepared: set[tuple[str, int]] = set()
         self._compiled: set[StepShape] = set()  # or on their way there
         self._usual: dict[StepShape, StepShape | None] = {}  # what `usual_shape` says
-        self.sequences = 1  # at once, at most, of those that steps are prepared for
-        self.most = 0  # the same of those that came since
-        self.current = 0  # the same of the last step
+        self.sequences = 1  # maximum number that steps are prepared for
+        self.most = 0  # maximum number that came at once
+        self.current = 0  # sequences of the last step
         self._idle = True
         self.costs: CapturedCosts | None = None  # of the planner that steps are prepared for
 
@@ -111,27 +110,25 @@ class GraphPreparation:
         """
         self.costs = planner.costs.captured
         names = tuple(dict.fromkeys((*planner.choices, *filter(self.drafters.resident, self.drafters.names))))
-        sizes = sizes_up_to(sequences)
-        plain = [("none", size) for size in sizes if ("none", size) not in self.prepared]
-        drafted = [(n, size) for n in names for size in sizes if (n, size) not in self.prepared]
+        costs, sizes = self.costs, sizes_up_to(sequences)
         for _ in chain(
             self.compile(sequences),
             self.prompts(),
-            self._measured(planner, plain),
+            self._measured(costs, product(("none",), sizes)),
         ):
             yield False
         for _ in chain(
             self.compile(sequences, names),
             self._compiling(),
-            self._measured(planner, drafted),
-            self._prefills(planner, names),
-            self.further(sequences, names, planner.costs.captured.plain),
+            self._measured(costs, product(names, sizes)),
+            self._prefills(costs, names),
+            self.further(sequences, names),
         ):
             yield True
 
-    def _measured(self, planner: Planner, pairs: Seq[tuple[str, int]]) -> Iterator[None]:
-        """Steps by drafter and size."""
-        costs, left = planner.costs.captured, list(pairs)
+    def _measured(self, costs: CapturedCosts, pairs: Iterable[tuple[str, int]]) -> Iterator[None]:
+        """Steps by drafter and size; plain ones also beside prompt rows."""
+        left = [pair for pair in pairs if pair not in self.prepared]
         while left:
             drafter, size = pair = left[0] if self.idle else min(left, key=lambda one: self._away(one[1]))
             left.remove(pair)
@@ -141,25 +138,32 @@ class GraphPreparation:
                 found.append(one)
                 yield
             costs.learn(drafter, size, found)
-            if drafter == "none":
-                yield from self._ready(self._beside(size))
-            for rows, seconds in self.measure_prompts(size) if drafter == "none" else ():
-                costs.with_prompts[size, rows] = seconds
+            if drafter != "none":
+                continue
+            yield from self._ready(self._beside(size))
+            for shape in self._beside(size) if self.captures and self.sequences > 1 else ():
+                costs.with_prompts[size, shape.staged] = self._seconds(shape)
                 yield
+            self.prepared.add(("none", size))
 
     def _away(self, size: int) -> float:
         """How far a size is from what requests need now."""
         return abs(log2(size / max(self.current, 1)))
 
-    def _prefills(self, planner: Planner, drafters: Seq[str]) -> Iterator[None]:
-        """How fast drafters prefill."""
-        for drafter in drafters:
-            if drafter in planner.costs.captured.per_token:
+    def _prefills(self, costs: CapturedCosts, drafters: Seq[str]) -> Iterator[None]:
+        """How fast drafters prefill. Model-free ones have nothing to prefill."""
+        for name in drafters:
+            drafter = self.drafters.resident(name)
+            if drafter is None or name in costs.per_token:
                 continue
-            yield from self._ready_to_read(drafter)
-            tokens, seconds = self.prefill(drafter)
+            yield from self._ready_to_read(name)
+            drafter.warm_up(self.ops)  # the first time compiles
+            timer = Timer(self.ops.state.device.type == "cuda")
+            tokens = drafter.warm_up(self.ops)
+            timer.stop()
+            timer.wait()
             if tokens:
-                planner.costs.captured.learn_prefill(drafter, tokens, seconds)
+                costs.learn_prefill(name, tokens, timer.seconds())
                 yield
 
     def measure(self, planner: Planner, drafter: str, size: int) -> None:
@@ -230,8 +234,8 @@ class GraphPreparation:
         return self._usual[shape]
 
     def most_prompt_rows(self, decoding: int) -> int:
-        """Beside so many decoding sequences. A step with more is not prepared, and has more rows in all than matmuls
-        are fastest with.
+        """Beside `decoding` sequences. A step with more is not prepared, and has more rows in all than matmuls are
+        fastest with.
         """
         if not (self.captures and decoding):
             return MAX_PROMPT_ROWS
@@ -286,7 +290,7 @@ class GraphPreparation:
         for name in drafters:
             for size in sizes_up_to(sequences):
                 yield from (self.shape(size, name, tree) for tree in self.shapes.trees(name, size))
-        yield from self._further(sequences, drafters, lambda size: None)
+        yield from self._further(sequences, drafters)
 
     def _prompts(self) -> Iterator[StepShape]:
         """Of prompts alone."""
@@ -316,12 +320,6 @@ class GraphPreparation:
         trees = (NO_TREE, *self.shapes.trees(drafter, size))
         return {tree: self.shape(size, "none" if tree == NO_TREE else drafter, tree) for tree in trees}
 
-    def measure_prompts(self, size: int) -> Iterator[tuple[int, float]]:
-        """Room for prompt rows beside plain decoding sequences, and the seconds of such a step."""
-        for shape in self._beside(size) if self.captures and self.sequences > 1 else ():
-            yield shape.staged, self._seconds(shape)
-        self.prepared.add(("none", size))
-
     def prompts(self) -> Iterator[None]:
         """Steps of prompts alone: few rows are captured, many are launched one by one until they are."""
         if not self.captures or ("none", 0) in self.prepared:
@@ -348,22 +346,11 @@ class GraphPreparation:
                 logits = torch.zeros((count, model.config.vocab), device=state.device)
                 verify_rows(logits, [one] * count, [NO_DRAFT] * count, model.draw, model.filter_logits)
 
-    def prefill(self, drafter: str) -> tuple[int, float]:
-        """Tokens that a drafter can prefill, and the seconds it takes; none for a model-free one."""
-        tokens, seconds, reader = 0, 0.0, self.drafters.resident(drafter)
-        for _ in range(2 if reader else 0):  # the first time only warms up
-            timer = Timer(self.ops.state.device.type == "cuda")
-            tokens = reader.warm_up(self.ops) if reader else 0
-            timer.stop()
-            timer.wait()
-            seconds = timer.seconds()
-        return tokens, seconds
-
-    def further(self, sequences: int, drafters: Seq[str], plain: Plain) -> Iterator[None]:
-        """What else is captured: long prompts alone, several passes where they are short (by the seconds of `plain`
-        steps), steps that filter, drafts beside prompt rows, and all of it for longer texts.
+    def further(self, sequences: int, drafters: Seq[str]) -> Iterator[None]:
+        """What else is captured: long prompts alone, several passes where plain steps are short, steps that filter,
+        drafts beside prompt rows, and all of it for longer texts.
         """
-        for shape in self._further(sequences, drafters, plain) if self.captures else ():
+        for shape in self._further(sequences, drafters) if self.captures else ():
             if self.graphs.captured(shape):
                 continue
             if self._crowded():
@@ -384,14 +371,15 @@ class GraphPreparation:
                     drafter.warm_up(self.ops, context)
                     yield
 
-    def _further(self, sequences: int, drafters: Seq[str], plain: Plain) -> Iterator[StepShape]:
+    def _further(self, sequences: int, drafters: Seq[str]) -> Iterator[StepShape]:
         sizes = sizes_up_to(sequences)
         for rows in LONG_ALONE:
             yield self.shape(0, "none", NO_TREE, (rows, MAX_LOGITS), context=rows + 1)
         for size in fitting_sizes(sizes, 1):
             yield self.shape(size, "none", NO_TREE, filtered=True)
+            seconds = self.costs.plain(size) if self.costs is not None else None
             for passes in RUNS[1:]:
-                if passes <= longest_run(size, plain(size) or 1.0):
+                if passes <= longest_run(size, seconds or 1.0):
                     yield self.shape(size, "none", NO_TREE, passes=passes, filtered=True)
         shortest, *longer = contexts_for(self.width, LONGEST)
         yield from self._drafts_beside(sequences, drafters, shortest)

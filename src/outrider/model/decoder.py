@@ -98,6 +98,11 @@ def kv_bytes(model: Model) -> int:
     return model.config.kv_numbers * model.dtype.itemsize
 
 
+Piece = tuple[
+    int, list[Any], list[Tensor], list[Tensor]
+]  # the first layer's number, layers, their keys and values
+
+
 class Decoder:
     device, dtype = torch.device("cpu"), torch.float32
 
@@ -115,6 +120,7 @@ class Decoder:
             return weight
 
         self.layers = [kernels.pack_layer(tensors) for tensors in read_ahead(noted, config)]
+        self._cut: dict[int, tuple[KeyValueStore, tuple[int, ...], list[Piece]]] = {}  # by layers
         self.norm = read("model.norm.weight").float().contiguous()
         table = noted("model.embed_tokens.weight")
         self.embedding, self.head = kernels.pack_ends(
@@ -142,14 +148,24 @@ class Decoder:
 
     def _run(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
         x = self.own_rows(batch.ids, self.embed_own)
-        for first, last in pairwise(sorted({0, *(tap for tap in store.taps if tap < layers), layers})):
+        for first, own, keys, values in self._pieces(store, layers):
             if first in store.taps:
                 store.keep_feature(first, x, batch.slots)
-            some = slice(first, last)
-            self.kernels.layers(self.layers[some], x, batch, store.keys[some], store.values[some])
+            self.kernels.layers(own, x, batch, keys, values)
         if layers in store.taps:
             store.keep_feature(layers, x, batch.slots)
         return x
+
+    def _pieces(self, store: KeyValueStore, layers: int) -> list[Piece]:
+        """The first `layers` layers, cut where the store taps. Made anew only for another store or other taps: kernels
+        know lists that they were given before (log/104).
+        """
+        known = self._cut.get(layers)
+        if known is None or known[0] is not store or known[1] != store.taps:
+            ends = sorted({0, *(tap for tap in store.taps if tap < layers), layers})
+            made = [(a, self.layers[a:b], store.keys[a:b], store.values[a:b]) for a, b in pairwise(ends)]
+            known = self._cut[layers] = store, store.taps, made
+        return known[2]
 
     @shared
     def embed(self, ids: Tensor) -> Tensor:

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from outrider.cache.prefix import BLOCK, PrefixWatch
+from outrider.engine.build import Watch
 from outrider.engine.live_draft import DraftState
 from outrider.engine.llm import LLM
-from outrider.engine.loading import Watch
 from outrider.engine.memory import runs_on_gpu
 from outrider.errors import InvalidRequest, OutriderError, show_cause
 from outrider.load.child import become_child

@@ -44,9 +44,10 @@ class VerifyBatch:
         """The verdict of each sequence."""
         found = []
         for index, (path, tokens) in enumerate(self._results()):
-            start, wanted = int(self.rows.starts[index]), self.rows.sequences[index].request.params.logprobs
-            mine = self.logits[start:]
-            logprobs = None if wanted is None else report(mine[emitting_rows(path)], tokens, wanted)
+            start, wanted = self.rows.starts[index], self.rows.sequences[index].request.params.logprobs
+            logprobs = None
+            if wanted is not None:
+                logprobs = report(self.logits[start:][emitting_rows(path)], tokens, wanted)
             found.append(Verdict(tokens, path, logprobs))
         return found
 

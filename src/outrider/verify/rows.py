@@ -52,16 +52,18 @@ class LogitRows:
     node: Ints  # [R] index in its draft; -1 at the root
     depth: Ints  # [R] 0 at the root
     sent: Keys | None = field(default=None, init=False)
+    roots: bool = field(default=False, init=False)  # whether the rows are the sequences, in order
 
     @property
     def position(self) -> Ints:
         """[R] absolute position of the token a row predicts."""
         known = np.array([len(s.tokens) for s in self.sequences], np.int64)
-        return known[self.owner] + self.depth
+        return known if self.roots else known[self.owner] + self.depth
 
     def spread(self, values: Seq[float] | Seq[int], dtype: type) -> NDArray:
         """One value per sequence -> one value per row."""
-        return np.array(values, dtype)[self.owner]
+        each: NDArray = np.array(values, dtype)
+        return each if self.roots else each[self.owner]
 
     def keys(self, device: torch.device) -> Keys:
         """The law's inputs on a device; copied there once."""
@@ -97,7 +99,9 @@ def lay_out(sequences: Seq[Sequence], drafts: Seq[Draft]) -> TreeRows:
     if not any(drafts):  # plain decoding: every row is a root
         rows = np.arange(len(drafts))
         root = np.full(len(drafts), -1, np.int64)
-        return TreeRows(sequences, drafts, rows, root, np.zeros(len(drafts), np.int64), rows, root, rows)
+        made = TreeRows(sequences, drafts, rows, root, np.zeros(len(drafts), np.int64), rows, root, rows)
+        made.roots = True
+        return made
     sizes = np.array([1 + len(d) for d in drafts], np.int64)
     starts = np.cumsum(sizes) - sizes
     total = int(sizes.sum())

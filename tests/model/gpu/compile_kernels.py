@@ -170,8 +170,7 @@ def _launch_step(ops: Any, store: Any, size: int, shape: tuple[int, int]) -> Non
     """What a step launches; a plain one of a single sequence has staged rows beside it."""
     from outrider.control.trees import tree_nodes
     from outrider.device.buckets import staged_shape
-    from outrider.device.layout import TreeLayout
-    from outrider.device.ops import SLOTS
+    from outrider.device.ops import SLOTS, TreeLayout
     from outrider.model.device import DevicePass
     from outrider.model.staged import StagedRows
     from tests.tiny import VOCAB
@@ -229,7 +228,7 @@ def _launch_head(ops: Any, store: Any) -> None:
     """An EAGLE head in a step, where the table begins at an odd address."""
     from outrider.cache.table import SlotTable
     from outrider.control.trees import tree_nodes
-    from outrider.device.layout import TreeLayout
+    from outrider.device.ops import TreeLayout
     from outrider.draft.eagle import EagleDrafter
     from outrider.draft.eagle_head_gpu import GpuEagleHead
     from outrider.load.heads import HeadConfig
@@ -248,7 +247,7 @@ def _launch_head(ops: Any, store: Any) -> None:
 
 def _launch_kinds(every: bool) -> None:
     """Weights in fewer bits, in a decoder; and every kind in a big model's shapes, in the tiles that take most room."""
-    from outrider.device.layout import chain_levels
+    from outrider.device.ops import chain_levels
     from outrider.device.ops_gpu import GpuStepOps
     from outrider.device.state import SequenceState
     from outrider.model.decoder import Decoder, make_store

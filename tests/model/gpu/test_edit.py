@@ -8,8 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from outrider.control.trees import tree_nodes
-from outrider.device.layout import Layout, TreeLayout, known_rows
-from outrider.device.ops import StepOps
+from outrider.device.ops import Layout, StepOps, TreeLayout, known_rows
 from outrider.device.ops_gpu import GpuStepOps
 from outrider.types import Draft
 from outrider.verify.process import process

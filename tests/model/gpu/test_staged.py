@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from outrider.control.trees import tree_nodes
 from outrider.device.buckets import staged_shape
-from outrider.device.layout import TreeLayout
+from outrider.device.ops import TreeLayout
 from outrider.device.ops_gpu import GpuStepOps
 from outrider.device.state import SequenceState
 from outrider.model.decoder import Decoder, make_store

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.control.trees import CHAINS, TREES, tree_nodes
-from outrider.device.layout import Layout, TreeLayout, chain_levels, known_rows
-from outrider.device.ops import SLOTS, StepOps
+from outrider.device.ops import SLOTS, Layout, StepOps, TreeLayout, chain_levels, known_rows
 from outrider.device.ops_gpu import GpuStepOps
 from outrider.device.state import SequenceState
 from outrider.model.kernels.gpu import attention

@@ -35,6 +35,7 @@
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float four __attribute__((vector_size(16), aligned(4), may_alias));
 
 /* Packed panels of 16 outputs: WHOLE float32, [N/16][K][16]; HALF bfloat16 in pairs, [N/16][K/2][16], k in the lower half
  * of a word; the other kinds are blocks.c's. */
@@ -485,8 +486,9 @@ static float soften(float *scores, int n, const float *sink) {
 #define GROUP 4  /* query heads that share a key head are served together, up to this many */
 #define TALL 8   /* rows that share a block of keys or values while it is in the nearest cache, up to this many */
 #define NEAR 64  /* slots of it */
+#define MIXED (LANES == 8 ? 2 : 4) /* vectors of a head's outputs at a time: AVX2 has registers for no more */
 
-/* Four sums over lanes at once, each in the order of the lanes. */
+/* Four sums over lanes at once, in halves: without it a processor with 16 lanes would add longer than it multiplies. */
 static inline void add_lanes(const vec acc[4], float scale, float *sums) {
 #if LANES == 4
     vec a = __builtin_shufflevector(acc[0], acc[1], 0, 4, 1, 5), b = __builtin_shufflevector(acc[2], acc[3], 0, 4, 1, 5);
@@ -497,17 +499,29 @@ static inline void add_lanes(const vec acc[4], float scale, float *sums) {
     sum += __builtin_shufflevector(c, d, 0, 1, 4, 5);
     sum += __builtin_shufflevector(c, d, 2, 3, 6, 7);
     *(vec *)sums = sum * scale;
+#elif LANES == 8
+    vec pair[2];
+    for (int i = 0; i < 2; i++)
+        pair[i] = __builtin_shufflevector(acc[2 * i], acc[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11) +
+                  __builtin_shufflevector(acc[2 * i], acc[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15);
+    vec two = __builtin_shufflevector(pair[0], pair[1], 0, 1, 4, 5, 8, 9, 12, 13) +
+              __builtin_shufflevector(pair[0], pair[1], 2, 3, 6, 7, 10, 11, 14, 15);
+    for (int r = 0; r < 4; r++) sums[r] = scale * (two[2 * r] + two[2 * r + 1]);
 #else
-    for (int r = 0; r < 4; r++) {
-        float sum = 0;
-        for (int j = 0; j < LANES; j++) sum += acc[r][j];
-        sums[r] = scale * sum;
-    }
+    vec pair[2];
+    for (int i = 0; i < 2; i++)
+        pair[i] = __builtin_shufflevector(acc[2 * i], acc[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+                  __builtin_shufflevector(acc[2 * i], acc[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    vec all = __builtin_shufflevector(pair[0], pair[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+              __builtin_shufflevector(pair[0], pair[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    all += __builtin_shufflevector(all, all, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    all += __builtin_shufflevector(all, all, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    *(four *)sums = __builtin_shufflevector(all, all, 0, 4, 8, 12) * scale;
 #endif
 }
 
 /* G heads against 4 slots, or the last one to three of them four times. A score is one chain over the head, then its
- * lanes in order, whatever G is and whichever slots are beside it. */
+ * lanes in a fixed order, whatever G is and whichever slots are beside it. */
 #define DEFINE_SCORE(G)                                                                                      \
     static inline void score_##G(const float *q, const int32_t *slots, int n, const float *keys, size_t stride, \
                                  int head_dim, float scale, float *scores, size_t width) {                   \
@@ -527,25 +541,26 @@ static inline void add_lanes(const vec acc[4], float scale, float *sums) {
         for (int g = 0; g < G; g++) add_lanes(acc[g], scale, scores + g * width);                            \
     }
 
-/* Adds to 16 of a head's outputs for G heads: sum_i weight_i value_i over the listed slots, in order. */
-#define DEFINE_MIX(G)                                                                                     \
-    static inline void mix_##G(const float *weights, size_t width, const int32_t *slots, int n, int later, \
-                               const float *values, size_t stride, int head_dim, float *out) {            \
-        vec acc[G][REGS];                                                                                 \
-        for (int g = 0; g < G; g++)                                                                       \
-            for (int j = 0; j < REGS; j++) acc[g][j] = *(vec *)(out + (size_t)g * head_dim + j * LANES);  \
-        for (int i = 0; i < n; i++) {                                                                     \
-            const vec *v = (const vec *)(values + slots[i] * stride);                                     \
-            if (i + LATER < later) __builtin_prefetch(values + slots[i + LATER] * stride);                \
-            vec q[REGS];                                                                                  \
-            _Pragma("GCC unroll 4") for (int j = 0; j < REGS; j++) q[j] = v[j];                           \
-            _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {                                         \
-                float w = weights[g * width + i];                                                         \
-                _Pragma("GCC unroll 4") for (int j = 0; j < REGS; j++) acc[g][j] += q[j] * w;             \
-            }                                                                                             \
-        }                                                                                                 \
-        for (int g = 0; g < G; g++)                                                                       \
-            for (int j = 0; j < REGS; j++) *(vec *)(out + (size_t)g * head_dim + j * LANES) = acc[g][j];  \
+/* Adds to W vectors of a head's outputs for G heads: sum_i weight_i value_i over the listed slots, in order. */
+#define DEFINE_MIX(G, W)                                                                                      \
+    static inline void mix_##G##_##W(const float *weights, size_t width, const int32_t *slots, int n, int later, \
+                                     const float *values, size_t stride, int head_dim, float *out) {          \
+        vec acc[G][W];                                                                                        \
+        for (int g = 0; g < G; g++)                                                                           \
+            for (int j = 0; j < W; j++) acc[g][j] = *(vec *)(out + (size_t)g * head_dim + j * LANES);         \
+        for (int i = 0; i < n; i++) {                                                                         \
+            const vec *v = (const vec *)(values + slots[i] * stride);                                         \
+            if (i + LATER < later)                                                                            \
+                for (int j = 0; j < W * LANES; j += PANEL) __builtin_prefetch(values + slots[i + LATER] * stride + j); \
+            vec q[W];                                                                                         \
+            _Pragma("GCC unroll 4") for (int j = 0; j < W; j++) q[j] = v[j];                                  \
+            _Pragma("GCC unroll 4") for (int g = 0; g < G; g++) {                                             \
+                float w = weights[g * width + i];                                                             \
+                _Pragma("GCC unroll 4") for (int j = 0; j < W; j++) acc[g][j] += q[j] * w;                    \
+            }                                                                                                 \
+        }                                                                                                     \
+        for (int g = 0; g < G; g++)                                                                           \
+            for (int j = 0; j < W; j++) *(vec *)(out + (size_t)g * head_dim + j * LANES) = acc[g][j];         \
     }
 
 /* What a row sees: `n` slots of its sequence's table and then `more`, oldest first. */
@@ -567,7 +582,9 @@ typedef struct {
  * where the slots before them left it, so that bits do not depend on how slots are cut. */
 #define DEFINE_ATTEND(G)                                                                                     \
     DEFINE_SCORE(G)                                                                                          \
-    DEFINE_MIX(G)                                                                                            \
+    DEFINE_MIX(G, 1)                                                                                         \
+    DEFINE_MIX(G, 2)                                                                                         \
+    DEFINE_MIX(G, 4)                                                                                         \
     static void scores_##G(const Seen *row, const Cached *c, const int32_t *slots, int n, int later, int at) { \
         for (int i = 0; i < n; i += 4) {                                                                     \
             for (int r = i + LATER; r < i + LATER + 4 && r < later; r++)                                     \
@@ -577,9 +594,13 @@ typedef struct {
         }                                                                                                    \
     }                                                                                                        \
     static void mixes_##G(const Seen *row, const Cached *c, const int32_t *slots, int n, int later, int at) { \
-        for (int d = 0; d < c->head_dim; d += PANEL)                                                         \
-            mix_##G(row->scores + at, c->width, slots, n, later, c->values + d, c->stride, c->head_dim,      \
-                    row->out + d);                                                                           \
+        int d = 0;                                                                                           \
+        for (; d + MIXED * LANES <= c->head_dim; d += MIXED * LANES)                                         \
+            (MIXED == 4 ? mix_##G##_4 : mix_##G##_2)(row->scores + at, c->width, slots, n, later, c->values + d, \
+                                                     c->stride, c->head_dim, row->out + d);                  \
+        for (; d < c->head_dim; d += LANES)                                                                  \
+            mix_##G##_1(row->scores + at, c->width, slots, n, later, c->values + d, c->stride, c->head_dim,  \
+                        row->out + d);                                                                       \
     }
 DEFINE_ATTEND(1)
 DEFINE_ATTEND(2)

@@ -18,6 +18,7 @@ from outrider.errors import BadCheckpoint, KernelUnavailable, OutOfMemory
 from outrider.load.config import LayerSpec, ModelConfig
 from outrider.load.quants import Blocks
 from outrider.model.kernels.build import library
+from outrider.model.kernels.huge import HugePages
 from outrider.model.parallel import ALONE, Group
 from outrider.model.rope import RopeTables
 from outrider.model.weights import KERNEL_FORMATS, MATRICES, ExpertTensors, LayerTensors, Weight, parts_of
@@ -149,7 +150,7 @@ class NativeKernels:
                 raise KernelUnavailable(f"head size {spec.head_dim} is not a multiple of {LANES_MAX}")
         self.threads, self.folder, self.tables = threads, folder, tables
         self.config, self.group = group.share(config), group
-        self.lib = library(folder)
+        self.lib, self.pages = library(folder), HugePages()
         self.lib.blocks_panel_bytes.restype = c_size_t
         self.lib.outrider_variant.restype = self.lib.outrider_chosen.restype = c_char_p
         for multiply in ("linear", "head", "stage", "layer_from", "layers"):
@@ -163,7 +164,8 @@ class NativeKernels:
         width = -(-(tables.positions + MAX_NODES + 1) // PANEL) * PANEL
         self.scores = torch.empty(threads, TALL * GROUP * width)
         self._bound: tuple[Batch, _Rows] | None = None
-        self._stacks: dict[int, tuple[Seq[Any], Any]] = {}  # by the first layer
+        self._stacks: dict[int, tuple[Seq[Any], Seq[Any], Any]] = {}  # by the first layer
+        self._best = torch.empty(0, dtype=torch.int32)  # scratch of `draw`
         self._touched = c_int32()
         self._work = _Work(read=ctypes.addressof(self._touched))
         self._buffers: dict[str, Tensor] = {}
@@ -275,7 +277,7 @@ class NativeKernels:
         half = weight.dtype is torch.bfloat16 and inputs % 2 == 0  # bfloat16 weights are stored in pairs
         weight = (weight if half else weight.float()).contiguous()
         words, dtype = (inputs // 2, torch.int32) if half else (inputs, torch.float32)
-        packed = torch.empty(-(-outputs // PANEL), words, PANEL, dtype=dtype)
+        packed = self.pages.empty(-(-outputs // PANEL), words, PANEL, dtype=dtype)
         self.lib.outrider_pack(_ptr(weight), outputs, words, self.threads, _ptr(packed))
         return NativePart(packed, HALF if half else WHOLE, outputs)
 
@@ -283,7 +285,7 @@ class NativeKernels:
         outputs, inputs = weight.shape
         kind, raw = KINDS[weight.form.name], weight.raw.contiguous()
         panel = self.lib.blocks_panel_bytes(kind, inputs)
-        packed = torch.empty(-(-outputs // PANEL), panel, dtype=torch.uint8)
+        packed = self.pages.empty(-(-outputs // PANEL), panel, dtype=torch.uint8)
         bad = self.lib.outrider_pack_blocks(kind, _ptr(raw), outputs, inputs, self.threads, _ptr(packed))
         if bad:
             raise BadCheckpoint(
@@ -345,14 +347,19 @@ class NativeKernels:
         self.lib.outrider_layers(stack, len(layers), *map(byref, given), to_keys, to_values)
 
     def _stack(self, layers: Seq[NativeLayer], keys: Seq[Tensor], values: Seq[Tensor]) -> Any:
-        """Pointers to layers, keys and values, made again only where one is not what it was in the last pass."""
-        given, first = [*layers, *keys, *values], id(layers[0])
-        known, made = self._stacks.get(first, ((), ()))
-        if len(given) != len(known) or not all(map(is_, given, known)):
+        """Pointers to layers, keys and values, made again only where one is not what it was in the last pass.
+        Lists that were given in that pass are taken to hold what they held.
+        """
+        lists, first = (layers, keys, values), id(layers[0])
+        known, given, made = self._stacks.get(first, ((), (), ()))
+        if known and all(map(is_, lists, known)):
+            return made
+        now = [*layers, *keys, *values]
+        if len(now) != len(given) or not all(map(is_, now, given)):
             pointers = c_void_p * len(layers)
             stack = pointers(*[ctypes.addressof(layer.struct) for layer in layers])
             made = stack, *(pointers(*[one.data_ptr() for one in some]) for some in (keys, values))
-            self._stacks[first] = given, made
+        self._stacks[first] = lists, now, made
         return made
 
     def _shared_layer(
@@ -440,10 +447,11 @@ class NativeKernels:
     def draw(self, logits: Tensor, sampled: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         rows, vocab = logits.shape
         tokens = torch.empty(rows, dtype=torch.int64)
-        scratch = torch.empty(rows * CHUNKS * 2, dtype=torch.int32)
+        if len(self._best) < rows * CHUNKS * 2:
+            self._best = torch.empty(rows * CHUNKS * 2, dtype=torch.int32)
         self.lib.outrider_draw(
             _ptr(logits), rows, vocab, _ptr(sampled), _ptr(seeds), _ptr(positions),
-            self.threads, _ptr(scratch), _ptr(tokens),
+            self.threads, _ptr(self._best), _ptr(tokens),
         )  # fmt: skip
         return tokens
 
