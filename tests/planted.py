@@ -357,7 +357,8 @@ def run_tests(root: Path, tests: str) -> int:
         command, cwd=root, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
     )
     try:
-        return process.wait(SECONDS)
+        code = process.wait(SECONDS)
+        return 1 if code < 0 else code  # a fault that kills the process is noticed
     except subprocess.TimeoutExpired:
         return 1  # a fault that never ends is noticed
     finally:
