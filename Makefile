@@ -55,9 +55,10 @@ browser: ## install Chromium and axe-core, for tests of pages in a real browser,
 		|| echo "axe-core cannot be installed here: tests of contrast and labels are skipped."
 
 # A process per core; `ARGS="tests/cli -x"`, `ARGS=--pdb` and single files run as pytest alone would run them.
-# `ARGS=--lf` runs what failed last time.
-test: install ## run the tests: about 9 minutes on two cores
+# `ARGS=--lf` runs what failed last time. Tests marked `alone` come after the others, where ARGS name no files.
+test: install ## run the tests: about 15 minutes on two cores
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	$(if $(filter-out -%,$(ARGS)),,$(BIN)/python -m pytest -m alone)
 
 test-all: install ## run the tests and the long sweeps too: before work on kernels is done
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "" $(ARGS)

@@ -224,7 +224,7 @@ def time_steps(runner: GraphRunner, clock: Reckoned, took: Callable[[Any], float
     def sent(step: Any, *rest: Any) -> Any:
         launched = send(step, *rest)
         launched.timer = Running(clock, took(step))
-        read = step.experts * step.passes * runner.mixtures  # as its passes count them
+        read = step.record.experts * step.record.passes * runner.mixtures  # as its passes count them
         launched.experts = torch.tensor([read])
         return launched
 

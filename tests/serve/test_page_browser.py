@@ -248,6 +248,7 @@ def test_a_race_can_be_played_again(tab: Callable[..., Tab]) -> None:
     assert one.tokens() == before and len(one.bodies()) == 2
 
 
+@pytest.mark.alone
 def test_stop_aborts_the_request_in_the_engine(tab: Callable[..., Tab], shown: Served) -> None:
     one = tab().ready().race(tokens="8")
     shown.wait_idle()
@@ -279,6 +280,7 @@ def test_a_long_answer_is_laid_out_in_pieces(tab: Callable[..., Tab]) -> None:
     assert all(len(piece) == 500 or piece[-1].endswith("\n") for piece in pieces[:-1])
 
 
+@pytest.mark.alone
 def test_the_end_of_an_answer_is_followed_until_the_reader_scrolls_back(tab: Callable[..., Tab]) -> None:
     one = tab().ready()
     one.page.fill("#tokens", str(CONTEXT - 1000))
@@ -307,6 +309,7 @@ def test_a_refused_request_is_said(tab: Callable[..., Tab]) -> None:
     one.problems.clear()
 
 
+@pytest.mark.alone
 def test_a_server_that_dies_is_said(tab: Callable[..., Tab], hostile: Path) -> None:
     server = start_server(hostile)
     try:
