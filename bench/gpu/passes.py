@@ -71,7 +71,9 @@ def random_weights(config: ModelConfig, device: str, dtype: torch.dtype) -> Call
 def make_batch(given: argparse.Namespace, sequences: int, each: int, context: int, tree: bool) -> Batch:
     """`each` rows of every sequence after `context` tokens; a tree is a root with its children."""
     rows, width, device = sequences * each, max(context + each, 256), given.device
-    table = torch.arange(sequences * width, dtype=torch.int32, device=device).view(sequences, width) % SLOTS
+    table = (
+        torch.arange(sequences * width, dtype=torch.int32, device=device).view(sequences, width) % given.slots
+    )
     owner = torch.arange(sequences, device=device, dtype=torch.int32).repeat_interleave(each)
     at = torch.arange(each, device=device, dtype=torch.int32).repeat(sequences)
     positions, prefix, ancestors = context + at, context + at + 1, torch.zeros_like(at, dtype=torch.int64)
@@ -145,6 +147,7 @@ def main() -> None:
     raw = SHAPES[given.shape] | (TINY if given.tiny else {})
     config = config_from_json(raw | dict(rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=False))
     given.vocab, cuda, dtype = config.vocab, given.device == "cuda", torch.bfloat16
+    given.slots = SLOTS if cuda else 256
     tables = rope_tables(config, config.context)
     kernels = GpuKernels(config, tables, device=given.device, weights=given.weights)
     model = DeviceDecoder(Decoder(config, random_weights(config, given.device, dtype), kernels))
@@ -152,7 +155,7 @@ def main() -> None:
     print(
         f"{given.shape}, {given.weights}: {model.weight_bytes() / 2**30:.2f} GiB; {model.library.describe()}"
     )
-    run = DevicePass(model, KeyValueStore(config.kv_shapes, SLOTS if cuda else 256, given.device, dtype))
+    run = DevicePass(model, KeyValueStore(config.kv_shapes, given.slots, given.device, dtype))
     report = {}
     for name, (sequences, each, context, tree) in wanted(given):
         batch = make_batch(given, sequences, each, context, tree)
