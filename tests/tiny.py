@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from dataclasses import fields
 from pathlib import Path
 
@@ -281,6 +282,19 @@ def finish(engine: Engine) -> dict[tuple[str, int], list[Event]]:
             for event in result.events:
                 events.setdefault((event.request_id, event.choice), []).append(event)
     raise AssertionError("the engine does not come to an end")
+
+
+def arriving(engine: Engine, requests: list[Request], rnd: random.Random) -> dict[str, list[int]]:
+    """Answers to requests that arrive while others decode."""
+    waiting, received = list(requests), {one.id: list[int]() for one in requests}
+    while waiting or not engine.idle:
+        if waiting and (engine.idle or rnd.random() < 0.4):
+            engine.add(waiting.pop(0))
+        for result in engine.step():
+            for event in result.events:
+                received[event.request_id] += event.token_ids
+    engine.table.check()
+    return received
 
 
 def tokens_of(events: list[Event]) -> list[int]:

@@ -57,6 +57,7 @@ from tests.tiny import (
     VOCAB,
     Always,
     Letters,
+    arriving,
     finish,
     head_tensors,
     noised,
@@ -243,18 +244,6 @@ def requests(count: int, seed: int) -> list[Request]:
     return made
 
 
-def arriving(engine: Engine, some: list[Request]) -> dict[str, list[int]]:
-    rnd, waiting, received = random.Random(1), list(some), {one.id: list[int]() for one in some}
-    while waiting or not engine.idle:
-        if waiting and (engine.idle or rnd.random() < 0.5):
-            engine.add(waiting.pop(0))
-        for result in engine.step():
-            for event in result.events:
-                received[event.request_id] += event.token_ids
-    engine.table.check()
-    return received
-
-
 def same_tokens(until: float, names: tuple[str, ...] = ()) -> None:
     some = requests(REQUESTS, 0)
     alone, whole = dict[str, list[int]](), tiny(ALONE)
@@ -285,7 +274,7 @@ def same_tokens(until: float, names: tuple[str, ...] = ()) -> None:
                 print(f"{name}: left out, the time is over")
                 continue
             begun, graphs, replays = time.monotonic(), Recorded.graphs, 0
-            found = arriving(engine_of(target, planner(), True), some)
+            found = arriving(engine_of(target, planner(), True), some, random.Random(1))
             odd = [one for one in alone if found[one] != alone[one]]
             print(
                 f"{name}: {sum(map(len, found.values()))} tokens, {Recorded.graphs - graphs} graphs captured, "

@@ -30,6 +30,7 @@ from tests.tiny import (
     VOCAB,
     Always,
     Letters,
+    arriving,
     eagle_tensors,
     finish,
     noised,
@@ -169,19 +170,6 @@ def some_requests(seed: int, count: int = 14) -> list[Request]:
     return made
 
 
-def arriving(engine: Engine, requests: list[Request], seed: int) -> dict[str, list[int]]:
-    """Answers to requests that arrive while others decode."""
-    rnd, waiting, received = random.Random(seed), list(requests), {one.id: [] for one in requests}
-    while waiting or not engine.idle:
-        if waiting and (engine.idle or rnd.random() < 0.4):
-            engine.add(waiting.pop(0))
-        for result in engine.step():
-            for event in result.events:
-                received[event.request_id] += event.token_ids
-    engine.table.check()
-    return received
-
-
 @pytest.fixture(scope="module")
 def alone(models):
     """Each request alone, plain and packed by the host."""
@@ -207,7 +195,7 @@ PLANNERS = {
 @pytest.mark.parametrize("seed", range(2))
 def test_captured_steps_emit_what_eager_ones_do(models, alone, planner, seed) -> None:
     engine = make_engine(models, True, PLANNERS[planner]())
-    received = arriving(engine, some_requests(seed), seed)
+    received = arriving(engine, some_requests(seed), random.Random(seed))
     assert received == {one: alone[seed, one] for one in received}
     assert any(step.graph is not None for step in engine.runner.graphs.steps.values())
 
@@ -219,7 +207,7 @@ def test_prepared_steps_emit_the_same(models, alone, default) -> None:
         pass
     assert engine.runner.sizes.made == {1, 2, 4}
     assert {size for _, size in engine.planner.costs.captured.measured} == {1, 2, 4}
-    received = arriving(engine, some_requests(1), 1)
+    received = arriving(engine, some_requests(1), random.Random(1))
     assert received == {one: alone[1, one] for one in received}
 
 

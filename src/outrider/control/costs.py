@@ -226,9 +226,8 @@ class CapturedCosts:
         if not sizes:
             return 0.0
         shapes = (CapturedShape("none", NO_TREE, size) for size in (sizes[0], sizes[-1]))
-        few, many = (
-            self.ahead.get(shape) or self.device.get(shape, 0.0) for shape in shapes
-        )  # at equal contexts
+        # Measured ahead where possible: then both are at the same context.
+        few, many = (self.ahead.get(shape) or self.device.get(shape, 0.0) for shape in shapes)
         by_bytes = few / (experts.dense + experts.distinct(sizes[0]))
         more = experts.distinct(sizes[-1]) - experts.distinct(sizes[0])
         return min(max(many - few, 0.0) / more, by_bytes) if more > 0 else by_bytes

@@ -98,9 +98,8 @@ def kv_bytes(model: Model) -> int:
     return model.config.kv_numbers * model.dtype.itemsize
 
 
-Piece = tuple[
-    int, list[Any], list[Tensor], list[Tensor]
-]  # the first layer's number, layers, their keys and values
+# The first layer's index, the layers, their keys, and their values.
+LayerRun = tuple[int, list[Any], list[Tensor], list[Tensor]]
 
 
 class Decoder:
@@ -120,7 +119,7 @@ class Decoder:
             return weight
 
         self.layers = [kernels.pack_layer(tensors) for tensors in read_ahead(noted, config)]
-        self._cut: dict[int, tuple[KeyValueStore, tuple[int, ...], list[Piece]]] = {}  # by layers
+        self._cut: dict[int, tuple[KeyValueStore, tuple[int, ...], list[LayerRun]]] = {}  # by layers
         self.norm = read("model.norm.weight").float().contiguous()
         table = noted("model.embed_tokens.weight")
         self.embedding, self.head = kernels.pack_ends(
@@ -148,7 +147,7 @@ class Decoder:
 
     def _run(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
         x = self.own_rows(batch.ids, self.embed_own)
-        for first, own, keys, values in self._pieces(store, layers):
+        for first, own, keys, values in self._layer_runs(store, layers):
             if first in store.taps:
                 store.keep_feature(first, x, batch.slots)
             self.kernels.layers(own, x, batch, keys, values)
@@ -156,7 +155,7 @@ class Decoder:
             store.keep_feature(layers, x, batch.slots)
         return x
 
-    def _pieces(self, store: KeyValueStore, layers: int) -> list[Piece]:
+    def _layer_runs(self, store: KeyValueStore, layers: int) -> list[LayerRun]:
         """The first `layers` layers, cut where the store taps. Made anew only for another store or other taps: kernels
         know lists that they were given before (log/104).
         """

@@ -8,7 +8,7 @@ MAX_DIM, MAX_GROUP = 256, 16
 
 
 def gpu_obstacle(config: ModelConfig, ranks: int = 1) -> str | None:
-    """Which part of a model these kernels do not have, on so many GPUs."""
+    """Which part of a model these kernels do not have where `ranks` processes share it."""
     for spec in config.specs:
         for there, what in (
             (spec.chunk, "attention in chunks"),

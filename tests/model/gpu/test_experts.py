@@ -37,10 +37,10 @@ from outrider.model.kernels.gpu.routing import (
     schedule_twin,
 )
 from outrider.model.kernels.gpu.rows import ExpertParts, add_and_norm, add_and_norm_twin
-from outrider.types import NO_TREE, Draft
+from outrider.types import NO_TREE
 from tests.model.batches import Part, Reader, furthest, random_ids
-from tests.model.gpu.test_decoder import HalfReader, decoders
-from tests.model.gpu.test_kernels import HALF, noise
+from tests.model.gpu.test_decoder import HalfReader, check_tree_bits, decoders
+from tests.model.gpu.test_kernels import HALF, TREE, noise
 from tests.sweep import sweep
 from tests.tiny import VOCAB
 
@@ -302,7 +302,6 @@ MIXTURES = {
     "biased": {"experts": Experts(4, 2, 24, router_bias=True, bias=True), "intermediate": 0},
     "weighed input": {"experts": Experts(4, 1, 24, score="sigmoid", normalise=False, weighs_input=True)},
 }  # fmt: skip
-TREE = Draft((5, 6, 7, 8, 9, 10, 11), (-1, 0, 0, -1, 2, 4, 5))
 
 
 @pytest.mark.parametrize("name", sweep(MIXTURES, quick=["shared", "biased"]))
@@ -316,13 +315,7 @@ def test_logits_are_the_references(device: str, name: str) -> None:
 
 def test_a_tree_has_the_bits_of_plain_decoding(device: str) -> None:
     model, _ = decoders(device, layers=1, **MIXTURES["plain"])
-    ids, node = random_ids(VOCAB, 3), 6
-    together = HalfReader(model, device).feed(model, Part(0, ids, TREE))
-    reader = HalfReader(model, device)
-    reader.feed(model, Part(0, ids))
-    for token in (TREE.tokens[i] for i in TREE.path(node)):
-        alone = reader.feed(model, Part(0, [token]))
-    assert torch.equal(alone[-1], together[len(ids) + node])
+    check_tree_bits(model, device, node=6)
 
 
 def test_a_step_counts_the_experts_of_its_rows_and_not_of_padding(device: str) -> None:

@@ -33,13 +33,12 @@ from outrider.types import Draft
 from tests.model.batches import Part, Reader, furthest, random_ids
 from tests.model.families import CASES, tensors_of
 from tests.model.families import theirs as transformers_model
-from tests.model.gpu.test_decoder import HalfReader, decoders
+from tests.model.gpu.test_decoder import HalfReader, check_tree_bits, decoders
 from tests.model.gpu.test_experts import schedule_of, some_choice
-from tests.model.gpu.test_kernels import HALF, noise
+from tests.model.gpu.test_kernels import HALF, TREE, noise
 from tests.sweep import sweep
 from tests.tiny import VOCAB, random_tensors, tiny_config
 
-TREE = Draft((5, 6, 7, 8, 9, 10, 11), (-1, 0, 0, -1, 2, 4, 5))
 LAYER = LayerSpec(4, 2, 16, 48)
 LOCAL = Rope(100.0)
 GEMMA = replace(LAYER, norms="both", activation="gelu_tanh", qk_norm="head", attention_scale=0.2)
@@ -115,13 +114,7 @@ def test_what_the_table_says_of_a_family(family: str, device: str) -> None:
 @pytest.mark.parametrize("name", sweep(FAMILIES, quick=["gemma", "olmo", "gpt_oss"]))
 def test_a_tree_has_the_bits_of_plain_decoding(device: str, name: str) -> None:
     model, _ = decoders(device, **{**FAMILIES[name], "softcap": 0.0})
-    ids, node = random_ids(VOCAB, 3), 6
-    together = HalfReader(model, device).feed(model, Part(0, ids, TREE))
-    reader = HalfReader(model, device)
-    reader.feed(model, Part(0, ids))
-    for token in (TREE.tokens[i] for i in TREE.path(node)):
-        alone = reader.feed(model, Part(0, [token]))
-    assert torch.equal(alone[-1], together[len(ids) + node])
+    check_tree_bits(model, device, node=6)
 
 
 @pytest.mark.parametrize("name", ["gemma", "olmo"])

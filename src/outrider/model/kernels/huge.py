@@ -37,9 +37,8 @@ class HugePages:
 def _mapped(size: int) -> Tensor:
     advice: Any = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:
-        with contextlib.suppress(
-            OSError
-        ):  # a system without huge pages; or too little memory, as torch will say
+        # The system may have no huge pages, or too little memory: torch's error says that better.
+        with contextlib.suppress(OSError):
             mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             mapping.madvise(advice)
             return torch.frombuffer(mapping, dtype=torch.uint8)

@@ -57,7 +57,7 @@ export async function post(path, body) {
   return send(path, { method: "POST", headers, body: JSON.stringify(body) });
 }
 
-const SLICE = 25; // milliseconds of events before the page gets a turn
+const SLICE = 25; // milliseconds of events before the page gets a turn: half of what browsers call a long task
 const turn = () => new Promise((go) => setTimeout(go));
 
 // Events of a streamed answer, as they come. While more of the answer has arrived already, reading it never leaves this
