@@ -6,12 +6,14 @@ import re
 import tomllib
 from collections.abc import Callable
 from fnmatch import fnmatch
+from types import SimpleNamespace
 
 import httpx
 import psutil
 import pytest
 
 from outrider.control.reasons import KINDS
+from outrider.serve import live
 from outrider.serve.page_files import FOLDER, POLICY
 from tests.serve.conftest import Served, wait_for
 from tests.test_structure import ROOT, SOURCE
@@ -76,6 +78,12 @@ def test_with_keys_the_page_is_open_and_the_api_is_not(serve_tiny: Callable[...,
     assert server.get("/v1/live", headers=BROWSER).status_code == 401
     assert server.post("/", {}, headers=BROWSER).status_code == 401
     assert server.get("/v1/live", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
+
+
+def test_the_time_of_other_programs_never_falls(monkeypatch: pytest.MonkeyPatch) -> None:
+    service, seconds = SimpleNamespace(others_seconds=0.0), iter([5.0, 4.99, 5.5, None])
+    monkeypatch.setattr(live, "others_seconds", lambda own: next(seconds))
+    assert [live._others(service) for _ in range(4)] == [5.0, 5.0, 5.5, None]  # type: ignore[arg-type]
 
 
 def test_live_figures_are_those_of_the_metrics(served: Served) -> None:

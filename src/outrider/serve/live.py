@@ -83,7 +83,7 @@ def snapshot(service: Service, model: ModelService, models: list[str]) -> Live:
     return Live(
         time=now,
         uptime_seconds=now - service.begun,
-        other_programs_seconds=others_seconds(family_seconds(os.getpid())),
+        other_programs_seconds=_others(service),
         model=model.names[0],
         models=models,
         ready=model.usable and not service.draining,
@@ -103,6 +103,14 @@ def snapshot(service: Service, model: ModelService, models: list[str]) -> Live:
         token_seconds=list(SECONDS),
         token_counts=list(metrics.histograms["inter_token_latency_seconds"].counts),
     )
+
+
+def _others(service: Service) -> float | None:
+    """Never less than before: the machine and its processes are counted in ticks that end at different times."""
+    seconds = others_seconds(family_seconds(os.getpid()))
+    if seconds is not None:
+        seconds = service.others_seconds = max(service.others_seconds, seconds)
+    return seconds
 
 
 def _decisions(metrics: Metrics) -> dict[str, LiveDecision]:

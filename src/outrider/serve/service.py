@@ -25,6 +25,7 @@ class Service:
         self.pool = Pool(settings.max_queued_requests, table.first.metrics)
         self.draining = False
         self.begun = time.time()
+        self.others_seconds = 0.0  # of processor time that other programs used, when it was last asked for
 
     def count(self, key: Key) -> None:
         """Count a request against its key, before anything is done for it; or refuse it."""
