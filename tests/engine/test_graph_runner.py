@@ -252,7 +252,9 @@ def test_a_full_prefix_cache_leaves_room_for_drafts(model, small, monkeypatch) -
     run(engine, [request(f"old {i}", prompt_of(60, i), max_tokens=9) for i in range(14)])
     assert engine.table.pool.free < engine.table.pool.total // 4
     offered, options = [], engine.runner.options
-    monkeypatch.setattr(engine.runner, "options", lambda *given: offered.append(options(*given)) or offered[-1])
+    monkeypatch.setattr(
+        engine.runner, "options", lambda *given: offered.append(options(*given)) or offered[-1]
+    )
     run(engine, [request(f"new {i}", prompt_of(20, 50 + i), max_tokens=20 + i) for i in range(4)])
     found = {one.size: one.trees["lm"] for one in offered if all(one.resident)}
     assert len(found) > 1 and found == {size: engine.runner.shapes.trees("lm", size) for size in found}
