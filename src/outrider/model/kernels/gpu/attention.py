@@ -55,19 +55,17 @@ LOG2E = 1.4426950408889634
 # Splits are short where a short context leaves the device idle, long where there would be too many to fold.
 @triton.jit
 def _split_start(s):
-    short = tl.where(s < 8, s * 64, 512 + (s - 8) * 128)
-    long = tl.where(s < 44, 2048 + (s - 20) * 256, 8192 + (s - 44) * 512)
-    return tl.where(s < 20, short, long)
+    short = tl.where(s < 16, s * 128, 2048 + (s - 16) * 256)
+    return tl.where(s < 40, short, 8192 + (s - 40) * 512)
 
 
 @triton.jit
 def _split_of(p):
-    short = tl.where(p < 512, p // 64, 8 + (p - 512) // 128)
-    long = tl.where(p < 8192, 20 + (p - 2048) // 256, 44 + (p - 8192) // 512)
-    return tl.where(p < 2048, short, long)
+    short = tl.where(p < 2048, p // 128, 16 + (p - 2048) // 256)
+    return tl.where(p < 8192, short, 40 + (p - 8192) // 512)
 
 
-LENGTHS = ((0, 64), (512, 128), (2048, 256), (8192, 512))  # from where on splits are how long
+LENGTHS = ((0, 128), (2048, 256), (8192, 512))  # from where on splits are how long
 
 
 def split_count(context: int) -> int:
@@ -107,14 +105,40 @@ def _fold_sinks(m, w, acc, sinks, head, valid):
 
 
 @triton.jit
+def _weights(scores, top, scale):
+    """What keys weigh, relative to the highest scaled score: nothing, where a row sees no key."""
+    less = -tl.where(top == float("-inf"), 0.0, top)[:, None]
+    return tl.exp2(tl.fma(scores, tl.zeros_like(scores) + scale, tl.broadcast_to(less, scores.shape)))
+
+
+@triton.jit
 def _block(q, k, v, seen, scale):
     """One block of keys from scratch: maximum, sum and weighted values of every query row."""
-    scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
-    m = tl.max(scores, 1)
-    p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None]).to(v.dtype)
+    scores = tl.where(seen, tl.dot(q, tl.trans(k)), float("-inf"))
+    m = tl.max(scores, 1) * scale
+    p = _weights(scores, m, scale).to(v.dtype)
     # The sum, too, by the tensor core: its order does not depend on how a tile lies over warps.
     ones = tl.full((v.shape[0], 16), 1.0, v.dtype)
     return m, tl.max(tl.dot(p, ones), 1), tl.dot(p, v)
+
+
+@triton.jit
+def _accumulate(q, k, v, c, bound, first, scale, m, w, acc, MASKED: tl.constexpr, WINDOW: tl.constexpr, SUM: tl.constexpr):
+    """One step of keys into the state of its split: the tensor core goes on adding to what it has, rescaled."""
+    scores = tl.dot(q, tl.trans(k))
+    if MASKED:
+        scores = tl.where(c[None, :] < bound[:, None], scores, float("-inf"))
+    if WINDOW:
+        scores = tl.where(c[None, :] >= first[:, None], scores, float("-inf"))
+    top = tl.maximum(m, tl.max(scores, 1) * scale)
+    a = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top))
+    p = _weights(scores, top, scale)
+    if SUM:
+        more = tl.sum(p, 1)
+    else:
+        more = tl.max(tl.dot(p.to(v.dtype), tl.full((v.shape[0], 16), 1.0, v.dtype)), 1)
+    w = tl.fma(w, a, more)
+    return top, w, tl.dot(p.to(v.dtype), v, acc * a[:, None])
 
 
 @triton.jit
@@ -122,6 +146,27 @@ def _load_block(keys, values, slots, held, d, DIM: tl.constexpr, STRIDE: tl.cons
     at = slots.to(tl.int64)[:, None] * STRIDE + d
     load = held[:, None] & (d < DIM)
     return tl.load(keys + at, mask=load, other=0.0), tl.load(values + at, mask=load, other=0.0)
+
+
+@triton.jit
+def _load_known(keys, values, slots, d, DIM: tl.constexpr, STRIDE: tl.constexpr, WIDE: tl.constexpr):
+    """A step of keys that are all there."""
+    at = slots.to(tl.int64)[:, None] * STRIDE + d
+    if DIM == WIDE:
+        k = tl.load(keys + at)
+        v = tl.load(values + at)
+    else:
+        k = tl.load(keys + at, mask=d < DIM, other=0.0)
+        v = tl.load(values + at, mask=d < DIM, other=0.0)
+    return k, v
+
+
+@triton.jit
+def _prefetch(pointers):
+    """Brings lines of memory into the second-level cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, False, 1
+    )
 
 
 @triton.jit
@@ -193,41 +238,21 @@ def _load_state(sums, stats, at, d, there, DIM: tl.constexpr):
 
 @triton.jit
 def _close_split(
-    at, highest, m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
-    TILE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    split, m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
+    TILE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """After a block: if a split ends with it, what it came to is folded into the total or left for others."""
-    if (at + BLOCK >= highest) | (at + BLOCK == _split_start(_split_of(at) + 1)):
-        if WHOLE:
-            total_m, total_w, total = _fold(total_m, total_w, total, m, w, acc)
-        else:
-            to = to_state + _split_of(at)
-            tl.store(sums + to[:, None] * DIM + d, acc, mask=valid[:, None] & (d < DIM))
-            tl.store(stats + to * 2, m, mask=valid)
-            tl.store(stats + to * 2 + 1, w, mask=valid)
-        m = tl.full((TILE,), float("-inf"), tl.float32)
-        w = tl.zeros((TILE,), tl.float32)
-        acc = tl.zeros((TILE, WIDE), tl.float32)
+    """What a split came to is folded into the total or left for others."""
+    if WHOLE:
+        total_m, total_w, total = _fold(total_m, total_w, total, m, w, acc)
+    else:
+        to = to_state + split
+        tl.store(sums + to[:, None] * DIM + d, acc, mask=valid[:, None] & (d < DIM))
+        tl.store(stats + to * 2, m, mask=valid)
+        tl.store(stats + to * 2 + 1, w, mask=valid)
+    m = tl.full((TILE,), float("-inf"), tl.float32)
+    w = tl.zeros((TILE,), tl.float32)
+    acc = tl.zeros((TILE, WIDE), tl.float32)
     return m, w, acc, total_m, total_w, total
-
-
-@triton.jit
-def _take_block(
-    queries, k, v, at, c, limit, first, highest, scale, m, w, acc, total_m, total_w, total,
-    sums, stats, to_state, valid, d,
-    TILE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    WHOLE: tl.constexpr,
-):  # fmt: skip
-    """The block of keys at `at`, columns `c`, into the state of its split."""
-    seen = c[None, :] < limit[:, None]
-    if WINDOW:
-        seen = seen & (c[None, :] >= first[:, None])
-    block_m, block_w, block_acc = _block(queries, k, v, seen, scale)
-    m, w, acc = _fold(m, w, acc, block_m, block_w, block_acc)
-    return _close_split(
-        at, highest, m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
-        TILE, DIM, WIDE, BLOCK, WHOLE,
-    )  # fmt: skip
 
 
 @kernel(do_not_specialize=["made_stride", "shared", "parts", "window", "splits"])
@@ -239,21 +264,26 @@ def _attend_kernel(
     DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr,
     NODES: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr, TAIL: tl.constexpr,
     FRESH: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr, CHAIN: tl.constexpr,
+    STEP: tl.constexpr, SUM: tl.constexpr, FAST: tl.constexpr, ORDER: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The first shared * parts programs: one item's rows over one split, over the splits that begin in one range of
     `SPAN` blocks, or over everything. The programs after them: one row's own blocks.
     """
     let_next_start(CHAIN)
     kv = tl.program_id(1)
+    place = tl.program_id(0)
+    if ORDER:
+        kv = place % KV_HEADS
+        place = place // KV_HEADS
     if TAIL:  # noqa: SIM102 - decided when compiling
-        if tl.program_id(0) >= shared * parts:
+        if place >= shared * parts:
             _own_blocks(
-                tl.program_id(0) - shared * parts, kv, q, keys, values, table, positions, table_rows, prefix,
+                place - shared * parts, kv, q, keys, values, table, positions, table_rows, prefix,
                 ancestors, paths, sums, stats, table_stride, scale, window, splits,
                 HEADS, KV_HEADS, GROUP, LOW, DIM, WIDE, BLOCK, NODES, WINDOW, CHAIN,
             )  # fmt: skip
             return
-    item = shared - 1 - tl.program_id(0) // parts  # the last rows of a text, which read the most of it, first
+    item = shared - 1 - place // parts  # the last rows of a text, which read the most of it, first
     start = tl.load(items + 3 * item)
     count = tl.load(items + 3 * item + 1)
     highest = tl.load(items + 3 * item + 2)
@@ -263,7 +293,7 @@ def _attend_kernel(
     begin = 0
     stop = highest
     if not WHOLE:
-        part = parts - 1 - tl.program_id(0) % parts  # the longest splits first
+        part = parts - 1 - place % parts  # the longest splits first
         if SPAN == 1:
             begin = _split_start(part)
             stop = _split_start(part + 1)
@@ -285,21 +315,33 @@ def _attend_kernel(
     position = tl.load(positions + row)
     first = tl.where(valid, tl.maximum(position + 1 - window, 0), 2147483647)
     if WINDOW:
-        begin = tl.maximum(begin, tl.min(first, 0) // BLOCK * BLOCK)
+        begin = tl.maximum(begin, tl.min(first, 0) // STEP * STEP)
+    bound = tl.maximum(position - (NODES - 1), 0) // STEP * STEP
+    low = tl.min(bound, 0)
+    accumulated = tl.minimum(tl.max(bound, 0), stop)
     entries = table + tl.load(table_rows + start).to(tl.int64) * table_stride
     columns = tl.arange(0, BLOCK)
+    steps = tl.arange(0, STEP)
     at_q = row.to(tl.int64) * (HEADS * DIM) + head * DIM
     looped = stop
     if FRESH:
         if begin >= stop:
             return
         # What earlier passes wrote is there: each pass begins with a launch that waits for all before it.
-        looped = begin + (stop - begin - 1) // BLOCK * BLOCK
+        if stop > low:
+            looped = tl.maximum(begin, low)
+            looped += (stop - looped - 1) // BLOCK * BLOCK
+        if AHEAD and CHAIN:
+            for at in range(begin, tl.minimum(accumulated, begin + AHEAD * STEP), STEP):
+                near = tl.load(entries + at + steps).to(tl.int64)[:, None] * (KV_HEADS * DIM) + kv * DIM
+                near += tl.arange(0, WIDE // 64 if WIDE > 64 else 1)[None, :] * 64
+                _prefetch(keys + near)
+                _prefetch(values + near)
         own = tl.load(positions + start)
-        c = looped + columns
-        held = (c < highest) & (c != own)
-        places = tl.load(entries + c, mask=held, other=0)
-        last_k, last_v = _load_block(keys + kv * DIM, values + kv * DIM, places, held, d, DIM, KV_HEADS * DIM)
+        last = looped + columns
+        there = (last < highest) & (last != own)
+        spots = tl.load(entries + last, mask=there, other=0)
+        last_k, last_v = _load_block(keys + kv * DIM, values + kv * DIM, spots, there, d, DIM, KV_HEADS * DIM)
         angle = own.to(tl.int64) * (DIM // 2) + tl.where(d < DIM // 2, d, d - DIM // 2)
         turn_c = tl.load(cos + angle, mask=d < DIM, other=0.0)
         turn_s = tl.load(sin + angle, mask=d < DIM, other=0.0)
@@ -321,30 +363,56 @@ def _attend_kernel(
     total_m = tl.full((TILE,), float("-inf"), tl.float32)
     total_w = tl.zeros((TILE,), tl.float32)
     total = tl.zeros((TILE, WIDE), tl.float32)
-    for at in range(begin, looped, BLOCK):
+    for at in tl.range(begin, tl.minimum(low, accumulated), STEP, num_stages=FAST):
+        c = at + steps
+        places = tl.load(entries + c)
+        k, v = _load_known(keys + kv * DIM, values + kv * DIM, places, d, DIM, KV_HEADS * DIM, WIDE)
+        m, w, acc = _accumulate(queries, k, v, c, bound, first, scale, m, w, acc, False, WINDOW, SUM)
+        if at + STEP == _split_start(_split_of(at) + 1):
+            m, w, acc, total_m, total_w, total = _close_split(
+                _split_of(at), m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
+                TILE, DIM, WIDE, WHOLE,
+            )  # fmt: skip
+    for at in tl.range(tl.maximum(begin, low), accumulated, STEP, num_stages=1):
+        c = at + steps
+        places = tl.load(entries + c)
+        k, v = _load_known(keys + kv * DIM, values + kv * DIM, places, d, DIM, KV_HEADS * DIM, WIDE)
+        m, w, acc = _accumulate(queries, k, v, c, bound, first, scale, m, w, acc, True, WINDOW, SUM)
+    for at in range(tl.maximum(begin, low), looped, BLOCK):
         c = at + columns
         held = c < highest
         places = tl.load(entries + c, mask=held, other=0)
         k, v = _load_block(keys + kv * DIM, values + kv * DIM, places, held, d, DIM, KV_HEADS * DIM)
-        m, w, acc, total_m, total_w, total = _take_block(
-            queries, k, v, at, c, limit, first, highest, scale, m, w, acc, total_m, total_w, total,
-            sums, stats, to_state, valid, d, TILE, DIM, WIDE, BLOCK, WINDOW, WHOLE,
-        )  # fmt: skip
-    if FRESH:
-        c = looped + columns
-        if (own >= looped) & (own < looped + BLOCK):
-            at_k = at_row + (HEADS + kv) * DIM
-            new_k = _turned(made, at_k, stride, turn_c, turn_s, d, d < DIM, DIM, PARTS).to(last_k.dtype)
-            new_v = sum_parts(made, at_k + KV_HEADS * DIM + d, stride, d < DIM, PARTS).to(last_v.dtype)
-            kept = slot * (KV_HEADS * DIM) + kv * DIM + d
-            tl.store(keys + kept, new_k, mask=d < DIM)
-            tl.store(values + kept, new_v, mask=d < DIM)
-            last_k = tl.where((c == own)[:, None], new_k, last_k)
-            last_v = tl.where((c == own)[:, None], new_v, last_v)
-        m, w, acc, total_m, total_w, total = _take_block(
-            queries, last_k, last_v, looped, c, limit, first, highest, scale, m, w, acc, total_m, total_w, total,
-            sums, stats, to_state, valid, d, TILE, DIM, WIDE, BLOCK, WINDOW, WHOLE,
-        )  # fmt: skip
+        seen = (c[None, :] < limit[:, None]) & (c[None, :] >= bound[:, None])
+        if WINDOW:
+            seen = seen & (c[None, :] >= first[:, None])
+        block_m, block_w, block_acc = _block(queries, k, v, seen, scale)
+        m, w, acc = _fold(m, w, acc, block_m, block_w, block_acc)
+        if (at + BLOCK >= highest) | (at + BLOCK == _split_start(_split_of(at) + 1)):
+            m, w, acc, total_m, total_w, total = _close_split(
+                _split_of(at), m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
+                TILE, DIM, WIDE, WHOLE,
+            )  # fmt: skip
+    if FRESH:  # noqa: SIM102 - decided when compiling
+        if looped < stop:
+            if (own >= looped) & (own < looped + BLOCK):
+                at_k = at_row + (HEADS + kv) * DIM
+                new_k = _turned(made, at_k, stride, turn_c, turn_s, d, d < DIM, DIM, PARTS).to(last_k.dtype)
+                new_v = sum_parts(made, at_k + KV_HEADS * DIM + d, stride, d < DIM, PARTS).to(last_v.dtype)
+                kept = slot * (KV_HEADS * DIM) + kv * DIM + d
+                tl.store(keys + kept, new_k, mask=d < DIM)
+                tl.store(values + kept, new_v, mask=d < DIM)
+                last_k = tl.where((last == own)[:, None], new_k, last_k)
+                last_v = tl.where((last == own)[:, None], new_v, last_v)
+            seen = last[None, :] < limit[:, None]
+            if WINDOW:
+                seen = seen & (last[None, :] >= first[:, None])
+            block_m, block_w, block_acc = _block(queries, last_k, last_v, seen, scale)
+            m, w, acc = _fold(m, w, acc, block_m, block_w, block_acc)
+            m, w, acc, total_m, total_w, total = _close_split(
+                _split_of(looped), m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
+                TILE, DIM, WIDE, WHOLE,
+            )  # fmt: skip
     if WHOLE:
         if SINKS:
             total_m, total_w, total = _fold_sinks(total_m, total_w, total, sinks, head, valid)
@@ -629,7 +697,9 @@ def attend(
         rope_and_write(fresh.parts, fresh.tables, batch, fresh.norms, q, keys, values, fresh.gains)
     turning = isinstance(q, Fresh)
     made, cos, sin = (q.parts, *q.tables) if isinstance(q, Fresh) else (None, None, None)
-    _attend_kernel[(shared * parts + (rows if r.tree else 0), kv_heads)](
+    order = ORDER and r.whole
+    programs = shared * parts + (rows if r.tree else 0)
+    _attend_kernel[(programs * kv_heads, 1) if order else (programs, kv_heads)](
         None if turning else q, keys, values, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix,
         batch.ancestors, r.paths, r.sums, r.stats, out,
         made, cos, sin, batch.slots, sinks, 0 if made is None else made.stride(0),
@@ -637,6 +707,7 @@ def attend(
         HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim,
         WIDE=_wide(dim), BLOCK=BLOCK, TILE=r.tile, LOW=TILES[0], NODES=NODES, SPAN=span, WINDOW=window > 0,
         WHOLE=r.whole, TAIL=r.tree, FRESH=turning, PARTS=0 if made is None else len(made), SINKS=sinks is not None,
+        STEP=_step(dim), SUM=SUM, FAST=_fast(r.tile, dim), ORDER=order, AHEAD=AHEAD,
         num_warps=_warps(r, shared * kv_heads), num_stages=_stages(r.tile, dim), **chained(),
     )  # fmt: skip
     if r.whole:
@@ -656,6 +727,17 @@ def _turns_itself(fresh: Fresh, attention: AttentionPlan, kv_heads: int) -> bool
 def _warps(attention: AttentionPlan, programs: int) -> int:
     crowded = attention.whole and attention.tile == TILES[0] and programs >= CROWDED
     return WARPS // 2 if crowded else WARPS
+
+
+SUM, ORDER, AHEAD = True, True, 2
+
+
+def _step(dim: int) -> int:
+    return 128 if dim <= 128 else 64
+
+
+def _fast(tile: int, dim: int) -> int:
+    return (STAGES if dim <= 64 else WIDE_STAGES)[tile]
 
 
 def _stages(tile: int, dim: int) -> int:
