@@ -30,17 +30,28 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.model.kernels.gpu.ahead import kernel
+from outrider.model.kernels.gpu.attention_tall import attend_tall_kernel
 from outrider.model.kernels.gpu.launch import INTERPRETED, await_previous, chained, let_next_start
 from outrider.model.kernels.gpu.rows import rope_and_write, sum_parts
-from outrider.model.staged import BLOCK, TALLEST, StagedPart, group_rows, padded_group
+from outrider.model.staged import (
+    BLOCK,
+    TALL,
+    TALL_DIM,
+    TALLEST,
+    StagedPart,
+    group_rows,
+    is_hopper,
+    padded_group,
+    tallest,
+)
 from outrider.types import Batch
 
 TILES = (16, 32, TALLEST)  # query rows times heads of a group in one program
 NODES = 64
 TAILS = 2  # blocks that a draft of 63 nodes can touch
 # Loads of slots, keys and values on their way: of these, keys get two buffers, of four one.
-STAGES = {16: 6, 32: 4, 64: 4}
-WIDE_STAGES = {16: 3, 32: 2, 64: 3}  # for heads of more than 64
+STAGES = {16: 6, 32: 4, 64: 4, 128: 4}
+WIDE_STAGES = {16: 3, 32: 2, 64: 3, 128: 2}  # for heads of more than 64
 SPANS = (1, 8)  # what a program reads: one split, or the splits that begin in this many blocks
 # Programs that turn by themselves: what it takes of registers leaves room for no more at a time.
 TURNING = 320
@@ -112,33 +123,80 @@ def _weights(scores, top, scale):
 
 
 @triton.jit
-def _block(q, k, v, seen, scale):
-    """One block of keys from scratch: maximum, sum and weighted values of every query row."""
-    scores = tl.where(seen, tl.dot(q, tl.trans(k)), float("-inf"))
-    m = tl.max(scores, 1) * scale
-    p = _weights(scores, m, scale).to(v.dtype)
-    # The sum, too, by the tensor core: its order does not depend on how a tile lies over warps.
-    ones = tl.full((v.shape[0], 16), 1.0, v.dtype)
-    return m, tl.max(tl.dot(p, ones), 1), tl.dot(p, v)
+def _top(scores, scale):
+    """The highest scaled score of each row. An explicit fused product: what is made of it must see it rounded."""
+    top = tl.max(scores, 1)
+    return tl.fma(top, tl.zeros_like(top) + scale, tl.zeros_like(top))
 
 
 @triton.jit
-def _accumulate(q, k, v, c, bound, first, scale, m, w, acc, MASKED: tl.constexpr, WINDOW: tl.constexpr, SUM: tl.constexpr):
-    """One step of keys into the state of its split: the tensor core goes on adding to what it has, rescaled."""
-    scores = tl.dot(q, tl.trans(k))
+def _sum_64(p):
+    """The sum of 64 columns, pair by pair: an order that does not depend on how a tile lies over warps."""
+    rows: tl.constexpr = p.shape[0]
+    p = tl.sum(tl.reshape(p, (rows, 2, 32)), 1)
+    p = tl.sum(tl.reshape(p, (rows, 2, 16)), 1)
+    p = tl.sum(tl.reshape(p, (rows, 2, 8)), 1)
+    p = tl.sum(tl.reshape(p, (rows, 4, 2)), 2)
+    p = tl.sum(tl.reshape(p, (rows, 2, 2)), 1)
+    return tl.sum(p, 1)
+
+
+@triton.jit
+def _block(q, k, v, seen, scale, SUM: tl.constexpr):
+    """One block of keys from scratch: maximum, sum and weighted values of every query row."""
+    scores = tl.where(seen, tl.dot(q, tl.trans(k)), float("-inf"))
+    m = _top(scores, scale)
+    p = _weights(scores, m, scale)
+    if SUM:
+        w = _sum_64(p)
+    else:
+        w = tl.max(tl.dot(p.to(v.dtype), tl.full((v.shape[0], 16), 1.0, v.dtype)), 1)
+    return m, w, tl.dot(p.to(v.dtype), v)
+
+
+@triton.jit
+def _unseen(scores, c, bound, first, MASKED: tl.constexpr, WINDOW: tl.constexpr):
     if MASKED:
         scores = tl.where(c[None, :] < bound[:, None], scores, float("-inf"))
     if WINDOW:
         scores = tl.where(c[None, :] >= first[:, None], scores, float("-inf"))
-    top = tl.maximum(m, tl.max(scores, 1) * scale)
+    return scores
+
+
+@triton.jit
+def _accumulate(
+    q, k, v, k_more, v_more, at, bound, first, scale, m, w, acc,
+    STEP: tl.constexpr, HALVES: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """One step of keys into the state of its split: the tensor core goes on adding to what it has, rescaled. Low
+    programs take it in halves, to the same bits.
+    """
+    WIDTH: tl.constexpr = STEP // 2 if HALVES else STEP
+    c = at + tl.arange(0, WIDTH)
+    scores = _unseen(tl.dot(q, tl.trans(k)), c, bound, first, MASKED, WINDOW)
+    top = tl.maximum(m, _top(scores, scale))
+    if HALVES:
+        more = _unseen(tl.dot(q, tl.trans(k_more)), c + WIDTH, bound, first, MASKED, WINDOW)
+        top = tl.maximum(top, _top(more, scale))
     a = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top))
     p = _weights(scores, top, scale)
+    acc = tl.dot(p.to(v.dtype), v, acc * a[:, None])
+    if HALVES:
+        p_more = _weights(more, top, scale)
+        acc = tl.dot(p_more.to(v.dtype), v_more, acc)
     if SUM:
-        more = tl.sum(p, 1)
+        if HALVES:
+            p += p_more
+        elif STEP > 64:
+            p = tl.sum(tl.reshape(p, (p.shape[0], 2, STEP // 2)), 1)
+        added = _sum_64(p)
     else:
-        more = tl.max(tl.dot(p.to(v.dtype), tl.full((v.shape[0], 16), 1.0, v.dtype)), 1)
-    w = tl.fma(w, a, more)
-    return top, w, tl.dot(p.to(v.dtype), v, acc * a[:, None])
+        ones = tl.full((v.shape[0], 16), 1.0, v.dtype)
+        sums = tl.dot(p.to(v.dtype), ones)
+        if HALVES:
+            sums = tl.dot(p_more.to(v.dtype), ones, sums)
+        added = tl.max(sums, 1)
+    return top, tl.fma(w, a, added), acc
 
 
 @triton.jit
@@ -162,11 +220,20 @@ def _load_known(keys, values, slots, d, DIM: tl.constexpr, STRIDE: tl.constexpr,
 
 
 @triton.jit
-def _prefetch(pointers):
-    """Brings lines of memory into the second-level cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, False, 1
-    )
+def _load_step(
+    keys, values, entries, d,
+    DIM: tl.constexpr, STRIDE: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """A step of keys that are all there, in halves or twice the same."""
+    if HALVES:
+        columns = tl.arange(0, STEP // 2)
+        k, v = _load_known(keys, values, tl.load(entries + columns), d, DIM, STRIDE, WIDE)
+        slots = tl.load(entries + STEP // 2 + columns)
+        k_more, v_more = _load_known(keys, values, slots, d, DIM, STRIDE, WIDE)
+    else:
+        k, v = _load_known(keys, values, tl.load(entries + tl.arange(0, STEP)), d, DIM, STRIDE, WIDE)
+        k_more, v_more = k, v
+    return k, v, k_more, v_more
 
 
 @triton.jit
@@ -192,7 +259,7 @@ def _own_blocks(
     row, kv, q, keys, values, table, positions, table_rows, prefix, ancestors, paths, sums, stats,
     table_stride, scale, window, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, LOW: tl.constexpr, DIM: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr, NODES: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr, NODES: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     """The blocks of one node that hold draft tokens, gathered along its path; one state for each."""
     if tl.load(ancestors + row) == 0:
@@ -218,7 +285,7 @@ def _own_blocks(
         slots += tl.load(paths + row * NODES + (c - known), mask=held & (c >= known), other=0)
         seen = held[None, :] & valid[:, None]
         k, v = _load_block(keys + kv * DIM, values + kv * DIM, slots, held, d, DIM, KV_HEADS * DIM)
-        m, w, acc = _block(queries, k, v, seen, scale)
+        m, w, acc = _block(queries, k, v, seen, scale, SUM)
         tl.store(sums + to[:, None] * DIM + d, acc, mask=valid[:, None] & (d < DIM))
         tl.store(stats + to * 2, m, mask=valid)
         tl.store(stats + to * 2 + 1, w, mask=valid)
@@ -264,7 +331,7 @@ def _attend_kernel(
     DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr,
     NODES: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr, TAIL: tl.constexpr,
     FRESH: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr, CHAIN: tl.constexpr,
-    STEP: tl.constexpr, SUM: tl.constexpr, FAST: tl.constexpr, ORDER: tl.constexpr, AHEAD: tl.constexpr,
+    STEP: tl.constexpr, HALVES: tl.constexpr, FAST: tl.constexpr, ORDER: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     """The first shared * parts programs: one item's rows over one split, over the splits that begin in one range of
     `SPAN` blocks, or over everything. The programs after them: one row's own blocks.
@@ -280,10 +347,10 @@ def _attend_kernel(
             _own_blocks(
                 place - shared * parts, kv, q, keys, values, table, positions, table_rows, prefix,
                 ancestors, paths, sums, stats, table_stride, scale, window, splits,
-                HEADS, KV_HEADS, GROUP, LOW, DIM, WIDE, BLOCK, NODES, WINDOW, CHAIN,
+                HEADS, KV_HEADS, GROUP, LOW, DIM, WIDE, BLOCK, NODES, WINDOW, CHAIN, SUM,
             )  # fmt: skip
             return
-    item = shared - 1 - place // parts  # the last rows of a text, which read the most of it, first
+    item = place // parts
     start = tl.load(items + 3 * item)
     count = tl.load(items + 3 * item + 1)
     highest = tl.load(items + 3 * item + 2)
@@ -321,27 +388,25 @@ def _attend_kernel(
     accumulated = tl.minimum(tl.max(bound, 0), stop)
     entries = table + tl.load(table_rows + start).to(tl.int64) * table_stride
     columns = tl.arange(0, BLOCK)
-    steps = tl.arange(0, STEP)
     at_q = row.to(tl.int64) * (HEADS * DIM) + head * DIM
     looped = stop
     if FRESH:
         if begin >= stop:
             return
         # What earlier passes wrote is there: each pass begins with a launch that waits for all before it.
-        if stop > low:
-            looped = tl.maximum(begin, low)
-            looped += (stop - looped - 1) // BLOCK * BLOCK
-        if AHEAD and CHAIN:
-            for at in range(begin, tl.minimum(accumulated, begin + AHEAD * STEP), STEP):
-                near = tl.load(entries + at + steps).to(tl.int64)[:, None] * (KV_HEADS * DIM) + kv * DIM
-                near += tl.arange(0, WIDE // 64 if WIDE > 64 else 1)[None, :] * 64
-                _prefetch(keys + near)
-                _prefetch(values + near)
+        looped = begin + (stop - begin - 1) // STEP * STEP
+        accumulated = tl.minimum(accumulated, looped)
         own = tl.load(positions + start)
         last = looped + columns
         there = (last < highest) & (last != own)
         spots = tl.load(entries + last, mask=there, other=0)
         last_k, last_v = _load_block(keys + kv * DIM, values + kv * DIM, spots, there, d, DIM, KV_HEADS * DIM)
+        more_k, more_v = last_k, last_v
+        if STEP > BLOCK:
+            more = last + BLOCK
+            there = (more < highest) & (more != own)
+            spots = tl.load(entries + more, mask=there, other=0)
+            more_k, more_v = _load_block(keys + kv * DIM, values + kv * DIM, spots, there, d, DIM, KV_HEADS * DIM)
         angle = own.to(tl.int64) * (DIM // 2) + tl.where(d < DIM // 2, d, d - DIM // 2)
         turn_c = tl.load(cos + angle, mask=d < DIM, other=0.0)
         turn_s = tl.load(sin + angle, mask=d < DIM, other=0.0)
@@ -364,20 +429,24 @@ def _attend_kernel(
     total_w = tl.zeros((TILE,), tl.float32)
     total = tl.zeros((TILE, WIDE), tl.float32)
     for at in tl.range(begin, tl.minimum(low, accumulated), STEP, num_stages=FAST):
-        c = at + steps
-        places = tl.load(entries + c)
-        k, v = _load_known(keys + kv * DIM, values + kv * DIM, places, d, DIM, KV_HEADS * DIM, WIDE)
-        m, w, acc = _accumulate(queries, k, v, c, bound, first, scale, m, w, acc, False, WINDOW, SUM)
+        k, v, k_more, v_more = _load_step(
+            keys + kv * DIM, values + kv * DIM, entries + at, d, DIM, KV_HEADS * DIM, WIDE, STEP, HALVES
+        )  # fmt: skip
+        m, w, acc = _accumulate(
+            queries, k, v, k_more, v_more, at, bound, first, scale, m, w, acc, STEP, HALVES, False, WINDOW, SUM
+        )  # fmt: skip
         if at + STEP == _split_start(_split_of(at) + 1):
             m, w, acc, total_m, total_w, total = _close_split(
                 _split_of(at), m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
                 TILE, DIM, WIDE, WHOLE,
             )  # fmt: skip
     for at in tl.range(tl.maximum(begin, low), accumulated, STEP, num_stages=1):
-        c = at + steps
-        places = tl.load(entries + c)
-        k, v = _load_known(keys + kv * DIM, values + kv * DIM, places, d, DIM, KV_HEADS * DIM, WIDE)
-        m, w, acc = _accumulate(queries, k, v, c, bound, first, scale, m, w, acc, True, WINDOW, SUM)
+        k, v, k_more, v_more = _load_step(
+            keys + kv * DIM, values + kv * DIM, entries + at, d, DIM, KV_HEADS * DIM, WIDE, STEP, HALVES
+        )  # fmt: skip
+        m, w, acc = _accumulate(
+            queries, k, v, k_more, v_more, at, bound, first, scale, m, w, acc, STEP, HALVES, True, WINDOW, SUM
+        )  # fmt: skip
     for at in range(tl.maximum(begin, low), looped, BLOCK):
         c = at + columns
         held = c < highest
@@ -386,33 +455,47 @@ def _attend_kernel(
         seen = (c[None, :] < limit[:, None]) & (c[None, :] >= bound[:, None])
         if WINDOW:
             seen = seen & (c[None, :] >= first[:, None])
-        block_m, block_w, block_acc = _block(queries, k, v, seen, scale)
+        block_m, block_w, block_acc = _block(queries, k, v, seen, scale, SUM)
         m, w, acc = _fold(m, w, acc, block_m, block_w, block_acc)
         if (at + BLOCK >= highest) | (at + BLOCK == _split_start(_split_of(at) + 1)):
             m, w, acc, total_m, total_w, total = _close_split(
                 _split_of(at), m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
                 TILE, DIM, WIDE, WHOLE,
             )  # fmt: skip
-    if FRESH:  # noqa: SIM102 - decided when compiling
-        if looped < stop:
-            if (own >= looped) & (own < looped + BLOCK):
-                at_k = at_row + (HEADS + kv) * DIM
-                new_k = _turned(made, at_k, stride, turn_c, turn_s, d, d < DIM, DIM, PARTS).to(last_k.dtype)
-                new_v = sum_parts(made, at_k + KV_HEADS * DIM + d, stride, d < DIM, PARTS).to(last_v.dtype)
-                kept = slot * (KV_HEADS * DIM) + kv * DIM + d
-                tl.store(keys + kept, new_k, mask=d < DIM)
-                tl.store(values + kept, new_v, mask=d < DIM)
-                last_k = tl.where((last == own)[:, None], new_k, last_k)
-                last_v = tl.where((last == own)[:, None], new_v, last_v)
+    if FRESH:
+        if (own >= looped) & (own < looped + STEP):
+            at_k = at_row + (HEADS + kv) * DIM
+            new_k = _turned(made, at_k, stride, turn_c, turn_s, d, d < DIM, DIM, PARTS).to(last_k.dtype)
+            new_v = sum_parts(made, at_k + KV_HEADS * DIM + d, stride, d < DIM, PARTS).to(last_v.dtype)
+            kept = slot * (KV_HEADS * DIM) + kv * DIM + d
+            tl.store(keys + kept, new_k, mask=d < DIM)
+            tl.store(values + kept, new_v, mask=d < DIM)
+            last_k = tl.where((last == own)[:, None], new_k, last_k)
+            last_v = tl.where((last == own)[:, None], new_v, last_v)
+            if STEP > BLOCK:
+                more_k = tl.where((more == own)[:, None], new_k, more_k)
+                more_v = tl.where((more == own)[:, None], new_v, more_v)
+        if looped < low:
+            m, w, acc = _accumulate(
+                queries, last_k, last_v, more_k, more_v, looped, bound, first, scale, m, w, acc,
+                STEP, STEP > BLOCK, False, WINDOW, SUM,
+            )  # fmt: skip
+        else:
             seen = last[None, :] < limit[:, None]
             if WINDOW:
                 seen = seen & (last[None, :] >= first[:, None])
-            block_m, block_w, block_acc = _block(queries, last_k, last_v, seen, scale)
+            block_m, block_w, block_acc = _block(queries, last_k, last_v, seen, scale, SUM)
             m, w, acc = _fold(m, w, acc, block_m, block_w, block_acc)
-            m, w, acc, total_m, total_w, total = _close_split(
-                _split_of(looped), m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
-                TILE, DIM, WIDE, WHOLE,
-            )  # fmt: skip
+            if STEP > BLOCK:
+                seen = more[None, :] < limit[:, None]
+                if WINDOW:
+                    seen = seen & (more[None, :] >= first[:, None])
+                block_m, block_w, block_acc = _block(queries, more_k, more_v, seen, scale, SUM)
+                m, w, acc = _fold(m, w, acc, block_m, block_w, block_acc)
+        m, w, acc, total_m, total_w, total = _close_split(
+            _split_of(looped), m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
+            TILE, DIM, WIDE, WHOLE,
+        )  # fmt: skip
     if WHOLE:
         if SINKS:
             total_m, total_w, total = _fold_sinks(total_m, total_w, total, sinks, head, valid)
@@ -535,6 +618,13 @@ def tile_for(longest: int, padded: int) -> int:
     return next((t for t in TILES if t >= longest * padded), TILES[-1])
 
 
+def prompt_tile(longest: int, shape: tuple[int, int, int]) -> int:
+    """The same for rows without draft nodes, of which long prompts have taller programs."""
+    heads, kv_heads, dim = shape
+    most = tallest(longest, heads, kv_heads, dim)
+    return most if most > TALLEST else tile_for(longest, padded_group(heads, kv_heads))
+
+
 PLANNED_BY = ("positions", "table_rows", "prefix", "ancestors")  # of a batch's rows
 
 
@@ -552,7 +642,7 @@ def plan_attention(
     host = replace(batch, **{name: getattr(batch, name).cpu() for name in PLANNED_BY})
     padded = padded_group(heads, kv_heads)
     tree, longest = bool((host.ancestors != 0).any()), longest_run(host)
-    tile = tile_for(longest, padded)
+    tile = tile_for(longest, padded) if tree else prompt_tile(longest, (heads, kv_heads, dim))
     groups = group_rows(host, tile // padded)
     items = torch.tensor(groups, dtype=torch.int32).to(there.ids.device, non_blocking=True)
     splits = split_count(int(host.positions.max()) + 1)
@@ -599,7 +689,7 @@ def plan_staged(part: StagedPart, shape: tuple[int, int, int], context: int) -> 
     heads, kv_heads, _ = shape
     rows, tree = part.batch.rows, part.branching
     padded = padded_group(heads, kv_heads)
-    tile = tile_for(part.together, padded)
+    tile = max(tile_for(part.together, padded), part.together * padded)
     busy = -(-rows // part.together)
     plan = make_attention_plan(part.groups, rows, shape, split_count(context), tree, tile, busy=busy)
     if tree:
@@ -697,6 +787,14 @@ def attend(
         rope_and_write(fresh.parts, fresh.tables, batch, fresh.norms, q, keys, values, fresh.gains)
     turning = isinstance(q, Fresh)
     made, cos, sin = (q.parts, *q.tables) if isinstance(q, Fresh) else (None, None, None)
+    if r.tile == TALL and r.whole and not window and dim == TALL_DIM and TALLER and is_hopper():
+        attend_tall_kernel[(shared * kv_heads,)](
+            q, keys, values, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix, out, sinks,
+            batch.table.stride(0), scale * LOG2E,
+            HEADS=heads, KV_HEADS=kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim, TILE=TALL, STEP=_step(dim),
+            NODES=NODES, SINKS=sinks is not None, num_warps=2 * WARPS, **chained(),
+        )  # fmt: skip
+        return
     order = ORDER and r.whole
     programs = shared * parts + (rows if r.tree else 0)
     _attend_kernel[(programs * kv_heads, 1) if order else (programs, kv_heads)](
@@ -707,8 +805,8 @@ def attend(
         HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim,
         WIDE=_wide(dim), BLOCK=BLOCK, TILE=r.tile, LOW=TILES[0], NODES=NODES, SPAN=span, WINDOW=window > 0,
         WHOLE=r.whole, TAIL=r.tree, FRESH=turning, PARTS=0 if made is None else len(made), SINKS=sinks is not None,
-        STEP=_step(dim), SUM=SUM, FAST=_fast(r.tile, dim), ORDER=order, AHEAD=AHEAD,
-        num_warps=_warps(r, shared * kv_heads), num_stages=_stages(r.tile, dim), **chained(),
+        STEP=_step(dim), HALVES=_step(dim) > BLOCK and r.tile < HALVED, FAST=_fast(r.tile, dim), ORDER=order, SUM=SUM,
+        num_warps=FRESH_WARPS if turning and not r.whole else _warps(r, shared * kv_heads), num_stages=_stages(r.tile, dim), **chained(),
     )  # fmt: skip
     if r.whole:
         return
@@ -726,10 +824,10 @@ def _turns_itself(fresh: Fresh, attention: AttentionPlan, kv_heads: int) -> bool
 
 def _warps(attention: AttentionPlan, programs: int) -> int:
     crowded = attention.whole and attention.tile == TILES[0] and programs >= CROWDED
-    return WARPS // 2 if crowded else WARPS
+    return WARPS // 2 if crowded else 2 * WARPS if attention.tile == TALL else WARPS
 
 
-SUM, ORDER, AHEAD = True, True, 2
+ORDER, HALVED, SUM, TALLER, FRESH_WARPS = True, 64, 1, True, WARPS
 
 
 def _step(dim: int) -> int:
@@ -737,7 +835,7 @@ def _step(dim: int) -> int:
 
 
 def _fast(tile: int, dim: int) -> int:
-    return (STAGES if dim <= 64 else WIDE_STAGES)[tile]
+    return 6 if tile == TALL else (STAGES if dim <= 64 else WIDE_STAGES)[tile]
 
 
 def _stages(tile: int, dim: int) -> int:
