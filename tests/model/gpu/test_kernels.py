@@ -345,6 +345,67 @@ def picked(batch: Batch, rows: Sequence[int]) -> Batch:
     return replace(batch, **{name: getattr(batch, name)[list(rows)] for name in names})
 
 
+# Lengths of texts near where splits of another length begin.
+EDGES = [120, 505, 2040, 8185]
+
+
+@pytest.mark.parametrize("length", sweep(EDGES, quick=[505]))
+def test_programs_of_any_height_give_the_same_bits_at_the_edges(device: str, length: int) -> None:
+    past = Past(device, 2, 1, 16, [length], room=length + 70, sinks=True)
+    batch = past.batch(Part(0, [1] * 63))
+    q = past.queries(batch)
+    expected = past.attend(q, batch, whole=True, tile=at.TALL)
+    assert furthest(expected[-1:].float(), past.twin(q[-1:], picked(batch, [62])).float()) < 2e-2
+    for tile, whole in ((16, False), (64, True), (at.TALL, False)):
+        assert torch.equal(past.attend(q, batch, whole=whole, tile=tile), expected), (tile, whole)
+    for row in (0, 9, 62):
+        assert torch.equal(past.attend(q[row : row + 1], picked(batch, [row]))[0], expected[row]), row
+
+
+@pytest.mark.parametrize("length", sweep([*EDGES, 448, 2047, 8191], quick=[505, 2047]))
+@pytest.mark.parametrize("window", [0, 100])
+def test_a_chain_across_an_edge(device: str, length: int, window: int) -> None:
+    """A node has the bits of a known token, wherever the draft begins."""
+    past = Past(device, 2, 1, 16, [length], room=length + 70)
+    batches = past.batch(Part(0, [1], Draft.chain([1] * MAX_NODES))), past.batch(Part(0, [1] * 64))
+    rows = [0, 1, 7, 8, 40, 62, 63]
+    q = past.queries(batches[0])[rows]
+    drafted, known = (past.attend(q, picked(batch, rows), window) for batch in batches)
+    assert torch.equal(drafted, known)
+
+
+@pytest.mark.parametrize("window", [0, 90])
+def test_a_prompt_in_pieces_has_the_same_bits(device: str, window: int) -> None:
+    past = Past(device, 1, 1, 16, [0], room=280)
+    whole = past.batch(Part(0, [1] * 200))
+    q = past.queries(whole)
+    expected, at_row = past.attend(q, whole, window), 0
+    for count in (1, 62, 65, 72):
+        piece = past.batch(Part(0, [1] * count))
+        got = past.attend(q[at_row : at_row + count].contiguous(), piece, window)
+        assert torch.equal(got, expected[at_row : at_row + count]), at_row
+        past.reader.lengths[0] += count
+        at_row += count
+    assert at_row == len(q)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8, 2), (12, 2), (2, 2), (16, 1)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_programs_of_long_prompts_give_the_same_bits(
+    device: str, shape: tuple[int, int], sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products that are waited for later, against those that are waited for at once."""
+    lengths = [0, 1, 63, 500, 2000, 8150, 30_000]
+    past = Past(device, *shape, 128, lengths, room=30_300, sinks=sinks)
+    batch = past.batch(*(Part(i, [1] * (200 + i)) for i in range(len(lengths))))
+    q = past.queries(batch)
+    tall = past.attend(q, batch, whole=True, tile=at.TALL)
+    assert torch.equal(tall, past.attend(q, batch, whole=True, tile=at.TALLEST))
+    monkeypatch.setattr(at, "is_hopper", lambda: False)
+    assert torch.equal(tall, past.attend(q, batch, whole=True, tile=at.TALL))
+
+
 @pytest.mark.slow
 def test_programs_of_any_height_give_the_same_bits(device: str) -> None:
     past = Past(device, 4, 1, 64, [130], room=260)

@@ -50,13 +50,15 @@ TILES = (16, 32, TALLEST)  # query rows times heads of a group in one program
 NODES = 64
 TAILS = 2  # blocks that a draft of 63 nodes can touch
 # Loads of slots, keys and values on their way: of these, keys get two buffers, of four one.
-STAGES = {16: 6, 32: 4, 64: 4, 128: 4}
-WIDE_STAGES = {16: 3, 32: 2, 64: 3, 128: 2}  # for heads of more than 64
+STAGES = {16: 6, 32: 4, 64: 4, TALL: 4}
+WIDE_STAGES = {16: 3, 32: 2, 64: 3, TALL: 3}  # for heads of more than 64
 SPANS = (1, 8)  # what a program reads: one split, or the splits that begin in this many blocks
 # Programs that turn by themselves: what it takes of registers leaves room for no more at a time.
 TURNING = 320
 MANY = 512  # programs without splitting at which it is many
 WARPS = 4
+EARLY = True
+TALL_BUFFERS = 4  # blocks of keys and of values that are there or on their way
 CROWDED = 768  # programs, a text's whole past each, of which more run at a time with half the warps
 SHORT = 12  # splits: texts of up to 1024 tokens
 ENOUGH = 512  # programs that keep the device busy without splitting; half of them, where they are tall or texts short
@@ -66,17 +68,19 @@ LOG2E = 1.4426950408889634
 # Splits are short where a short context leaves the device idle, long where there would be too many to fold.
 @triton.jit
 def _split_start(s):
-    short = tl.where(s < 16, s * 128, 2048 + (s - 16) * 256)
-    return tl.where(s < 40, short, 8192 + (s - 40) * 512)
+    short = tl.where(s < 8, s * 64, 512 + (s - 8) * 128)
+    long = tl.where(s < 44, 2048 + (s - 20) * 256, 8192 + (s - 44) * 512)
+    return tl.where(s < 20, short, long)
 
 
 @triton.jit
 def _split_of(p):
-    short = tl.where(p < 2048, p // 128, 16 + (p - 2048) // 256)
-    return tl.where(p < 8192, short, 40 + (p - 8192) // 512)
+    short = tl.where(p < 512, p // 64, 8 + (p - 512) // 128)
+    long = tl.where(p < 8192, 20 + (p - 2048) // 256, 44 + (p - 8192) // 512)
+    return tl.where(p < 2048, short, long)
 
 
-LENGTHS = ((0, 128), (2048, 256), (8192, 512))  # from where on splits are how long
+LENGTHS = ((0, 64), (512, 128), (2048, 256), (8192, 512))  # from where on splits are how long
 
 
 def split_count(context: int) -> int:
@@ -116,87 +120,18 @@ def _fold_sinks(m, w, acc, sinks, head, valid):
 
 
 @triton.jit
-def _weights(scores, top, scale):
-    """What keys weigh, relative to the highest scaled score: nothing, where a row sees no key."""
-    less = -tl.where(top == float("-inf"), 0.0, top)[:, None]
-    return tl.exp2(tl.fma(scores, tl.zeros_like(scores) + scale, tl.broadcast_to(less, scores.shape)))
-
-
-@triton.jit
-def _top(scores, scale):
-    """The highest scaled score of each row. An explicit fused product: what is made of it must see it rounded."""
-    top = tl.max(scores, 1)
-    return tl.fma(top, tl.zeros_like(top) + scale, tl.zeros_like(top))
-
-
-@triton.jit
-def _sum_64(p):
-    """The sum of 64 columns, pair by pair: an order that does not depend on how a tile lies over warps."""
-    rows: tl.constexpr = p.shape[0]
-    p = tl.sum(tl.reshape(p, (rows, 2, 32)), 1)
-    p = tl.sum(tl.reshape(p, (rows, 2, 16)), 1)
-    p = tl.sum(tl.reshape(p, (rows, 2, 8)), 1)
-    p = tl.sum(tl.reshape(p, (rows, 4, 2)), 2)
-    p = tl.sum(tl.reshape(p, (rows, 2, 2)), 1)
-    return tl.sum(p, 1)
-
-
-@triton.jit
-def _block(q, k, v, seen, scale, SUM: tl.constexpr):
-    """One block of keys from scratch: maximum, sum and weighted values of every query row."""
-    scores = tl.where(seen, tl.dot(q, tl.trans(k)), float("-inf"))
-    m = _top(scores, scale)
-    p = _weights(scores, m, scale)
-    if SUM:
-        w = _sum_64(p)
-    else:
-        w = tl.max(tl.dot(p.to(v.dtype), tl.full((v.shape[0], 16), 1.0, v.dtype)), 1)
-    return m, w, tl.dot(p.to(v.dtype), v)
-
-
-@triton.jit
-def _unseen(scores, c, bound, first, MASKED: tl.constexpr, WINDOW: tl.constexpr):
-    if MASKED:
-        scores = tl.where(c[None, :] < bound[:, None], scores, float("-inf"))
-    if WINDOW:
-        scores = tl.where(c[None, :] >= first[:, None], scores, float("-inf"))
-    return scores
-
-
-@triton.jit
-def _accumulate(
-    q, k, v, k_more, v_more, at, bound, first, scale, m, w, acc,
-    STEP: tl.constexpr, HALVES: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, SUM: tl.constexpr,
-):  # fmt: skip
-    """One step of keys into the state of its split: the tensor core goes on adding to what it has, rescaled. Low
-    programs take it in halves, to the same bits.
+def _block(q, k, v, seen, scale):
+    """One block of keys from scratch: maximum, sum and weighted values of every query row. Written with explicit fused
+    products: the same bits in every kernel.
     """
-    WIDTH: tl.constexpr = STEP // 2 if HALVES else STEP
-    c = at + tl.arange(0, WIDTH)
-    scores = _unseen(tl.dot(q, tl.trans(k)), c, bound, first, MASKED, WINDOW)
-    top = tl.maximum(m, _top(scores, scale))
-    if HALVES:
-        more = _unseen(tl.dot(q, tl.trans(k_more)), c + WIDTH, bound, first, MASKED, WINDOW)
-        top = tl.maximum(top, _top(more, scale))
-    a = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top))
-    p = _weights(scores, top, scale)
-    acc = tl.dot(p.to(v.dtype), v, acc * a[:, None])
-    if HALVES:
-        p_more = _weights(more, top, scale)
-        acc = tl.dot(p_more.to(v.dtype), v_more, acc)
-    if SUM:
-        if HALVES:
-            p += p_more
-        elif STEP > 64:
-            p = tl.sum(tl.reshape(p, (p.shape[0], 2, STEP // 2)), 1)
-        added = _sum_64(p)
-    else:
-        ones = tl.full((v.shape[0], 16), 1.0, v.dtype)
-        sums = tl.dot(p.to(v.dtype), ones)
-        if HALVES:
-            sums = tl.dot(p_more.to(v.dtype), ones, sums)
-        added = tl.max(sums, 1)
-    return top, tl.fma(w, a, added), acc
+    scores = tl.where(seen, tl.dot(q, tl.trans(k)), float("-inf"))
+    m = tl.max(scores, 1)
+    m = tl.fma(m, tl.zeros_like(m) + scale, tl.zeros_like(m))
+    less = -tl.where(m == float("-inf"), 0.0, m)[:, None]
+    p = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + scale, tl.broadcast_to(less, scores.shape))).to(v.dtype)
+    # The sum, too, by the tensor core: its order does not depend on how a tile lies over warps.
+    ones = tl.full((v.shape[0], 16), 1.0, v.dtype)
+    return m, tl.max(tl.dot(p, ones), 1), tl.dot(p, v)
 
 
 @triton.jit
@@ -204,36 +139,6 @@ def _load_block(keys, values, slots, held, d, DIM: tl.constexpr, STRIDE: tl.cons
     at = slots.to(tl.int64)[:, None] * STRIDE + d
     load = held[:, None] & (d < DIM)
     return tl.load(keys + at, mask=load, other=0.0), tl.load(values + at, mask=load, other=0.0)
-
-
-@triton.jit
-def _load_known(keys, values, slots, d, DIM: tl.constexpr, STRIDE: tl.constexpr, WIDE: tl.constexpr):
-    """A step of keys that are all there."""
-    at = slots.to(tl.int64)[:, None] * STRIDE + d
-    if DIM == WIDE:
-        k = tl.load(keys + at)
-        v = tl.load(values + at)
-    else:
-        k = tl.load(keys + at, mask=d < DIM, other=0.0)
-        v = tl.load(values + at, mask=d < DIM, other=0.0)
-    return k, v
-
-
-@triton.jit
-def _load_step(
-    keys, values, entries, d,
-    DIM: tl.constexpr, STRIDE: tl.constexpr, WIDE: tl.constexpr, STEP: tl.constexpr, HALVES: tl.constexpr,
-):  # fmt: skip
-    """A step of keys that are all there, in halves or twice the same."""
-    if HALVES:
-        columns = tl.arange(0, STEP // 2)
-        k, v = _load_known(keys, values, tl.load(entries + columns), d, DIM, STRIDE, WIDE)
-        slots = tl.load(entries + STEP // 2 + columns)
-        k_more, v_more = _load_known(keys, values, slots, d, DIM, STRIDE, WIDE)
-    else:
-        k, v = _load_known(keys, values, tl.load(entries + tl.arange(0, STEP)), d, DIM, STRIDE, WIDE)
-        k_more, v_more = k, v
-    return k, v, k_more, v_more
 
 
 @triton.jit
@@ -259,7 +164,7 @@ def _own_blocks(
     row, kv, q, keys, values, table, positions, table_rows, prefix, ancestors, paths, sums, stats,
     table_stride, scale, window, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, LOW: tl.constexpr, DIM: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr, NODES: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr, SUM: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr, NODES: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """The blocks of one node that hold draft tokens, gathered along its path; one state for each."""
     if tl.load(ancestors + row) == 0:
@@ -285,7 +190,7 @@ def _own_blocks(
         slots += tl.load(paths + row * NODES + (c - known), mask=held & (c >= known), other=0)
         seen = held[None, :] & valid[:, None]
         k, v = _load_block(keys + kv * DIM, values + kv * DIM, slots, held, d, DIM, KV_HEADS * DIM)
-        m, w, acc = _block(queries, k, v, seen, scale, SUM)
+        m, w, acc = _block(queries, k, v, seen, scale)
         tl.store(sums + to[:, None] * DIM + d, acc, mask=valid[:, None] & (d < DIM))
         tl.store(stats + to * 2, m, mask=valid)
         tl.store(stats + to * 2 + 1, w, mask=valid)
@@ -305,21 +210,41 @@ def _load_state(sums, stats, at, d, there, DIM: tl.constexpr):
 
 @triton.jit
 def _close_split(
-    split, m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
-    TILE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
+    at, highest, m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
+    TILE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """What a split came to is folded into the total or left for others."""
-    if WHOLE:
-        total_m, total_w, total = _fold(total_m, total_w, total, m, w, acc)
-    else:
-        to = to_state + split
-        tl.store(sums + to[:, None] * DIM + d, acc, mask=valid[:, None] & (d < DIM))
-        tl.store(stats + to * 2, m, mask=valid)
-        tl.store(stats + to * 2 + 1, w, mask=valid)
-    m = tl.full((TILE,), float("-inf"), tl.float32)
-    w = tl.zeros((TILE,), tl.float32)
-    acc = tl.zeros((TILE, WIDE), tl.float32)
+    """After a block: if a split ends with it, what it came to is folded into the total or left for others."""
+    if (at + BLOCK >= highest) | (at + BLOCK == _split_start(_split_of(at) + 1)):
+        if WHOLE:
+            total_m, total_w, total = _fold(total_m, total_w, total, m, w, acc)
+        else:
+            to = to_state + _split_of(at)
+            tl.store(sums + to[:, None] * DIM + d, acc, mask=valid[:, None] & (d < DIM))
+            tl.store(stats + to * 2, m, mask=valid)
+            tl.store(stats + to * 2 + 1, w, mask=valid)
+        m = tl.full((TILE,), float("-inf"), tl.float32)
+        w = tl.zeros((TILE,), tl.float32)
+        acc = tl.zeros((TILE, WIDE), tl.float32)
     return m, w, acc, total_m, total_w, total
+
+
+@triton.jit
+def _take_block(
+    queries, k, v, at, c, limit, first, highest, scale, m, w, acc, total_m, total_w, total,
+    sums, stats, to_state, valid, d,
+    TILE: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The block of keys at `at`, columns `c`, into the state of its split."""
+    seen = c[None, :] < limit[:, None]
+    if WINDOW:
+        seen = seen & (c[None, :] >= first[:, None])
+    block_m, block_w, block_acc = _block(queries, k, v, seen, scale)
+    m, w, acc = _fold(m, w, acc, block_m, block_w, block_acc)
+    return _close_split(
+        at, highest, m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
+        TILE, DIM, WIDE, BLOCK, WHOLE,
+    )  # fmt: skip
 
 
 @kernel(do_not_specialize=["made_stride", "shared", "parts", "window", "splits"])
@@ -331,26 +256,21 @@ def _attend_kernel(
     DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr,
     NODES: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr, TAIL: tl.constexpr,
     FRESH: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr, CHAIN: tl.constexpr,
-    STEP: tl.constexpr, HALVES: tl.constexpr, FAST: tl.constexpr, ORDER: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     """The first shared * parts programs: one item's rows over one split, over the splits that begin in one range of
     `SPAN` blocks, or over everything. The programs after them: one row's own blocks.
     """
     let_next_start(CHAIN)
     kv = tl.program_id(1)
-    place = tl.program_id(0)
-    if ORDER:
-        kv = place % KV_HEADS
-        place = place // KV_HEADS
     if TAIL:  # noqa: SIM102 - decided when compiling
-        if place >= shared * parts:
+        if tl.program_id(0) >= shared * parts:
             _own_blocks(
-                place - shared * parts, kv, q, keys, values, table, positions, table_rows, prefix,
+                tl.program_id(0) - shared * parts, kv, q, keys, values, table, positions, table_rows, prefix,
                 ancestors, paths, sums, stats, table_stride, scale, window, splits,
-                HEADS, KV_HEADS, GROUP, LOW, DIM, WIDE, BLOCK, NODES, WINDOW, CHAIN, SUM,
+                HEADS, KV_HEADS, GROUP, LOW, DIM, WIDE, BLOCK, NODES, WINDOW, CHAIN,
             )  # fmt: skip
             return
-    item = place // parts
+    item = tl.program_id(0) // parts
     start = tl.load(items + 3 * item)
     count = tl.load(items + 3 * item + 1)
     highest = tl.load(items + 3 * item + 2)
@@ -360,7 +280,7 @@ def _attend_kernel(
     begin = 0
     stop = highest
     if not WHOLE:
-        part = parts - 1 - place % parts  # the longest splits first
+        part = parts - 1 - tl.program_id(0) % parts  # the longest splits first
         if SPAN == 1:
             begin = _split_start(part)
             stop = _split_start(part + 1)
@@ -382,10 +302,7 @@ def _attend_kernel(
     position = tl.load(positions + row)
     first = tl.where(valid, tl.maximum(position + 1 - window, 0), 2147483647)
     if WINDOW:
-        begin = tl.maximum(begin, tl.min(first, 0) // STEP * STEP)
-    bound = tl.maximum(position - (NODES - 1), 0) // STEP * STEP
-    low = tl.min(bound, 0)
-    accumulated = tl.minimum(tl.max(bound, 0), stop)
+        begin = tl.maximum(begin, tl.min(first, 0) // BLOCK * BLOCK)
     entries = table + tl.load(table_rows + start).to(tl.int64) * table_stride
     columns = tl.arange(0, BLOCK)
     at_q = row.to(tl.int64) * (HEADS * DIM) + head * DIM
@@ -394,19 +311,12 @@ def _attend_kernel(
         if begin >= stop:
             return
         # What earlier passes wrote is there: each pass begins with a launch that waits for all before it.
-        looped = begin + (stop - begin - 1) // STEP * STEP
-        accumulated = tl.minimum(accumulated, looped)
+        looped = begin + (stop - begin - 1) // BLOCK * BLOCK
         own = tl.load(positions + start)
-        last = looped + columns
-        there = (last < highest) & (last != own)
-        spots = tl.load(entries + last, mask=there, other=0)
-        last_k, last_v = _load_block(keys + kv * DIM, values + kv * DIM, spots, there, d, DIM, KV_HEADS * DIM)
-        more_k, more_v = last_k, last_v
-        if STEP > BLOCK:
-            more = last + BLOCK
-            there = (more < highest) & (more != own)
-            spots = tl.load(entries + more, mask=there, other=0)
-            more_k, more_v = _load_block(keys + kv * DIM, values + kv * DIM, spots, there, d, DIM, KV_HEADS * DIM)
+        c = looped + columns
+        held = (c < highest) & (c != own)
+        places = tl.load(entries + c, mask=held, other=0)
+        last_k, last_v = _load_block(keys + kv * DIM, values + kv * DIM, places, held, d, DIM, KV_HEADS * DIM)
         angle = own.to(tl.int64) * (DIM // 2) + tl.where(d < DIM // 2, d, d - DIM // 2)
         turn_c = tl.load(cos + angle, mask=d < DIM, other=0.0)
         turn_s = tl.load(sin + angle, mask=d < DIM, other=0.0)
@@ -428,73 +338,29 @@ def _attend_kernel(
     total_m = tl.full((TILE,), float("-inf"), tl.float32)
     total_w = tl.zeros((TILE,), tl.float32)
     total = tl.zeros((TILE, WIDE), tl.float32)
-    for at in tl.range(begin, tl.minimum(low, accumulated), STEP, num_stages=FAST):
-        k, v, k_more, v_more = _load_step(
-            keys + kv * DIM, values + kv * DIM, entries + at, d, DIM, KV_HEADS * DIM, WIDE, STEP, HALVES
-        )  # fmt: skip
-        m, w, acc = _accumulate(
-            queries, k, v, k_more, v_more, at, bound, first, scale, m, w, acc, STEP, HALVES, False, WINDOW, SUM
-        )  # fmt: skip
-        if at + STEP == _split_start(_split_of(at) + 1):
-            m, w, acc, total_m, total_w, total = _close_split(
-                _split_of(at), m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
-                TILE, DIM, WIDE, WHOLE,
-            )  # fmt: skip
-    for at in tl.range(tl.maximum(begin, low), accumulated, STEP, num_stages=1):
-        k, v, k_more, v_more = _load_step(
-            keys + kv * DIM, values + kv * DIM, entries + at, d, DIM, KV_HEADS * DIM, WIDE, STEP, HALVES
-        )  # fmt: skip
-        m, w, acc = _accumulate(
-            queries, k, v, k_more, v_more, at, bound, first, scale, m, w, acc, STEP, HALVES, True, WINDOW, SUM
-        )  # fmt: skip
-    for at in range(tl.maximum(begin, low), looped, BLOCK):
+    for at in range(begin, looped, BLOCK):
         c = at + columns
         held = c < highest
         places = tl.load(entries + c, mask=held, other=0)
         k, v = _load_block(keys + kv * DIM, values + kv * DIM, places, held, d, DIM, KV_HEADS * DIM)
-        seen = (c[None, :] < limit[:, None]) & (c[None, :] >= bound[:, None])
-        if WINDOW:
-            seen = seen & (c[None, :] >= first[:, None])
-        block_m, block_w, block_acc = _block(queries, k, v, seen, scale, SUM)
-        m, w, acc = _fold(m, w, acc, block_m, block_w, block_acc)
-        if (at + BLOCK >= highest) | (at + BLOCK == _split_start(_split_of(at) + 1)):
-            m, w, acc, total_m, total_w, total = _close_split(
-                _split_of(at), m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
-                TILE, DIM, WIDE, WHOLE,
-            )  # fmt: skip
+        m, w, acc, total_m, total_w, total = _take_block(
+            queries, k, v, at, c, limit, first, highest, scale, m, w, acc, total_m, total_w, total,
+            sums, stats, to_state, valid, d, TILE, DIM, WIDE, BLOCK, WINDOW, WHOLE,
+        )  # fmt: skip
     if FRESH:
-        if (own >= looped) & (own < looped + STEP):
+        c = looped + columns
+        if (own >= looped) & (own < looped + BLOCK):
             at_k = at_row + (HEADS + kv) * DIM
             new_k = _turned(made, at_k, stride, turn_c, turn_s, d, d < DIM, DIM, PARTS).to(last_k.dtype)
             new_v = sum_parts(made, at_k + KV_HEADS * DIM + d, stride, d < DIM, PARTS).to(last_v.dtype)
             kept = slot * (KV_HEADS * DIM) + kv * DIM + d
             tl.store(keys + kept, new_k, mask=d < DIM)
             tl.store(values + kept, new_v, mask=d < DIM)
-            last_k = tl.where((last == own)[:, None], new_k, last_k)
-            last_v = tl.where((last == own)[:, None], new_v, last_v)
-            if STEP > BLOCK:
-                more_k = tl.where((more == own)[:, None], new_k, more_k)
-                more_v = tl.where((more == own)[:, None], new_v, more_v)
-        if looped < low:
-            m, w, acc = _accumulate(
-                queries, last_k, last_v, more_k, more_v, looped, bound, first, scale, m, w, acc,
-                STEP, STEP > BLOCK, False, WINDOW, SUM,
-            )  # fmt: skip
-        else:
-            seen = last[None, :] < limit[:, None]
-            if WINDOW:
-                seen = seen & (last[None, :] >= first[:, None])
-            block_m, block_w, block_acc = _block(queries, last_k, last_v, seen, scale, SUM)
-            m, w, acc = _fold(m, w, acc, block_m, block_w, block_acc)
-            if STEP > BLOCK:
-                seen = more[None, :] < limit[:, None]
-                if WINDOW:
-                    seen = seen & (more[None, :] >= first[:, None])
-                block_m, block_w, block_acc = _block(queries, more_k, more_v, seen, scale, SUM)
-                m, w, acc = _fold(m, w, acc, block_m, block_w, block_acc)
-        m, w, acc, total_m, total_w, total = _close_split(
-            _split_of(looped), m, w, acc, total_m, total_w, total, sums, stats, to_state, valid, d,
-            TILE, DIM, WIDE, WHOLE,
+            last_k = tl.where((c == own)[:, None], new_k, last_k)
+            last_v = tl.where((c == own)[:, None], new_v, last_v)
+        m, w, acc, total_m, total_w, total = _take_block(
+            queries, last_k, last_v, looped, c, limit, first, highest, scale, m, w, acc, total_m, total_w, total,
+            sums, stats, to_state, valid, d, TILE, DIM, WIDE, BLOCK, WINDOW, WHOLE,
         )  # fmt: skip
     if WHOLE:
         if SINKS:
@@ -787,17 +653,15 @@ def attend(
         rope_and_write(fresh.parts, fresh.tables, batch, fresh.norms, q, keys, values, fresh.gains)
     turning = isinstance(q, Fresh)
     made, cos, sin = (q.parts, *q.tables) if isinstance(q, Fresh) else (None, None, None)
-    if r.tile == TALL and r.whole and not window and dim == TALL_DIM and TALLER and is_hopper():
+    if r.tile == TALL and r.whole and not window and is_hopper():
         attend_tall_kernel[(shared * kv_heads,)](
             q, keys, values, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix, out, sinks,
             batch.table.stride(0), scale * LOG2E,
-            HEADS=heads, KV_HEADS=kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim, TILE=TALL, STEP=_step(dim),
-            NODES=NODES, SINKS=sinks is not None, num_warps=2 * WARPS, **chained(),
+            HEADS=heads, KV_HEADS=kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim, TILE=TALL, BLOCK=BLOCK,
+            BUFFERS=TALL_BUFFERS, SINKS=sinks is not None, EARLY=EARLY, num_warps=2 * WARPS, **chained(),
         )  # fmt: skip
         return
-    order = ORDER and r.whole
-    programs = shared * parts + (rows if r.tree else 0)
-    _attend_kernel[(programs * kv_heads, 1) if order else (programs, kv_heads)](
+    _attend_kernel[(shared * parts + (rows if r.tree else 0), kv_heads)](
         None if turning else q, keys, values, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix,
         batch.ancestors, r.paths, r.sums, r.stats, out,
         made, cos, sin, batch.slots, sinks, 0 if made is None else made.stride(0),
@@ -805,8 +669,7 @@ def attend(
         HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim,
         WIDE=_wide(dim), BLOCK=BLOCK, TILE=r.tile, LOW=TILES[0], NODES=NODES, SPAN=span, WINDOW=window > 0,
         WHOLE=r.whole, TAIL=r.tree, FRESH=turning, PARTS=0 if made is None else len(made), SINKS=sinks is not None,
-        STEP=_step(dim), HALVES=_step(dim) > BLOCK and r.tile < HALVED, FAST=_fast(r.tile, dim), ORDER=order, SUM=SUM,
-        num_warps=FRESH_WARPS if turning and not r.whole else _warps(r, shared * kv_heads), num_stages=_stages(r.tile, dim), **chained(),
+        num_warps=_warps(r, shared * kv_heads), num_stages=_stages(r.tile, dim), **chained(),
     )  # fmt: skip
     if r.whole:
         return
@@ -825,17 +688,6 @@ def _turns_itself(fresh: Fresh, attention: AttentionPlan, kv_heads: int) -> bool
 def _warps(attention: AttentionPlan, programs: int) -> int:
     crowded = attention.whole and attention.tile == TILES[0] and programs >= CROWDED
     return WARPS // 2 if crowded else 2 * WARPS if attention.tile == TALL else WARPS
-
-
-ORDER, HALVED, SUM, TALLER, FRESH_WARPS = True, 64, 1, True, WARPS
-
-
-def _step(dim: int) -> int:
-    return 128 if dim <= 128 else 64
-
-
-def _fast(tile: int, dim: int) -> int:
-    return 6 if tile == TALL else (STAGES if dim <= 64 else WIDE_STAGES)[tile]
 
 
 def _stages(tile: int, dim: int) -> int:

@@ -1,8 +1,8 @@
 """Attention of long prompts on Hopper: 128 query rows in a program, two groups of four warps.
 
 The arithmetic is that of attention.py, and so are the bits. What differs is when things happen: while the tensor core
-adds the values of one step of keys, the weights of the next are computed, and keys and values of those after it are on
-their way. Triton's own pipeline waits for each product; so this is written in Gluon, which says where to wait.
+adds up the values of one block of keys, the weights of the next are computed, and keys and values of those after it
+are on their way. Triton's own pipeline waits for each product; so this is written in Gluon, which says where to wait.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
@@ -23,16 +23,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from outrider.model.kernels.gpu.ahead import Kernel
 
 
+# As in attention.py, whose functions a kernel in Gluon cannot call.
 @gluon.jit
 def _split_start(s):
-    short = gl.where(s < 16, s * 128, 2048 + (s - 16) * 256)
-    return gl.where(s < 40, short, 8192 + (s - 40) * 512)
+    short = gl.where(s < 8, s * 64, 512 + (s - 8) * 128)
+    long = gl.where(s < 44, 2048 + (s - 20) * 256, 8192 + (s - 44) * 512)
+    return gl.where(s < 20, short, long)
 
 
 @gluon.jit
 def _split_of(p):
-    short = gl.where(p < 2048, p // 128, 16 + (p - 2048) // 256)
-    return gl.where(p < 8192, short, 40 + (p - 8192) // 512)
+    short = gl.where(p < 512, p // 64, 8 + (p - 512) // 128)
+    long = gl.where(p < 8192, 20 + (p - 2048) // 256, 44 + (p - 8192) // 512)
+    return gl.where(p < 2048, short, long)
 
 
 @gluon.jit
@@ -47,38 +50,23 @@ def _fold(m, w, acc, m_more, w_more, acc_more):
 
 
 @gluon.jit
-def _weights(scores, top, scale):
-    less = -gl.expand_dims(gl.where(top == float("-inf"), 0.0, top), 1)
-    return gl.exp2(gl.fma(scores, gl.zeros_like(scores) + scale, less.broadcast_to(scores.shape)))
+def _weigh(scores, at, free, limit, columns, scale):
+    """The highest scaled score of each row, and what keys weigh relative to it."""
+    if at >= free:  # some row does not see all of this block
+        seen = gl.expand_dims(at + columns, 0) < gl.expand_dims(limit, 1)
+        scores = gl.where(seen, scores, float("-inf"))
+    m = gl.max(scores, 1)
+    m = gl.fma(m, gl.zeros_like(m) + scale, gl.zeros_like(m))
+    less = -gl.expand_dims(gl.where(m == float("-inf"), 0.0, m), 1)
+    return m, gl.exp2(gl.fma(scores, gl.zeros_like(scores) + scale, less.broadcast_to(scores.shape)))
 
 
 @gluon.jit
-def _sum_64(p):
-    rows: gl.constexpr = p.shape[0]
-    p = gl.sum(p.reshape([rows, 2, 32]), 1)
-    p = gl.sum(p.reshape([rows, 2, 16]), 1)
-    p = gl.sum(p.reshape([rows, 2, 8]), 1)
-    p = gl.sum(p.reshape([rows, 4, 2]), 2)
-    p = gl.sum(p.reshape([rows, 2, 2]), 1)
-    return gl.sum(p, 1)
-
-
-@gluon.jit
-def _sum_128(p, layout: gl.constexpr):
-    return gl.convert_layout(_sum_64(gl.sum(p.reshape([p.shape[0], 2, 64]), 1)), layout)
-
-
-@gluon.jit
-def _top(scores, scale):
-    top = gl.max(scores, 1)
-    return gl.fma(top, gl.zeros_like(top) + scale, gl.zeros_like(top))
-
-
-@gluon.jit
-def _copy(smem, base, slots, offsets, STRIDE: gl.constexpr):
-    async_copy.async_copy_global_to_shared(
-        smem, base + (gl.expand_dims(slots.to(gl.int64), 1) * STRIDE + gl.expand_dims(offsets, 0))
-    )
+def _copy(k_smem, v_smem, keys, values, slots, offsets, STRIDE: gl.constexpr):
+    """Sets a block of keys and values on its way."""
+    at = gl.expand_dims(slots.to(gl.int64), 1) * STRIDE + gl.expand_dims(offsets, 0)
+    async_copy.async_copy_global_to_shared(k_smem, keys + at)
+    async_copy.async_copy_global_to_shared(v_smem, values + at)
     async_copy.commit_group()
 
 
@@ -86,191 +74,123 @@ def _copy(smem, base, slots, offsets, STRIDE: gl.constexpr):
 def _attend_tall_kernel(
     q, keys, values, table, items, positions, table_rows, prefix, out, sinks, table_stride, scale,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PADDED: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr,
-    STEP: gl.constexpr, NODES: gl.constexpr, SINKS: gl.constexpr, CHAIN: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK: gl.constexpr, BUFFERS: gl.constexpr, SINKS: gl.constexpr, CHAIN: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
+    """One item's rows over everything they see, for the query heads of one key head."""
     if CHAIN:
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, False, 1)
     GROUP: gl.constexpr = HEADS // KV_HEADS
-    HALF: gl.constexpr = STEP // 2
     WIDTH: gl.constexpr = KV_HEADS * DIM
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 128, 16])
-    mma_half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 64, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    by_row: gl.constexpr = gl.SliceLayout(1, mma)
-    half_row: gl.constexpr = gl.SliceLayout(1, mma_half)
-    loads: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // DIM, DIM // 8], [num_warps, 1], [1, 0])
-    shared_q: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    pid = gl.program_id(0)
-    kv = pid % KV_HEADS
-    item = pid // KV_HEADS
+    product: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, DIM, 16])
+    scored: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK, 16])
+    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, 8, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, product, 2)
+    left_of_sum: gl.constexpr = gl.DotOperandLayout(0, summed, 2)
+    by_row: gl.constexpr = gl.SliceLayout(1, product)
+    scored_row: gl.constexpr = gl.SliceLayout(1, scored)
+    loads: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [num_warps, 1], [1, 0])
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    place = gl.program_id(0)
+    kv = place % KV_HEADS
+    item = place // KV_HEADS
     start = gl.load(items + 3 * item)
     count = gl.load(items + 3 * item + 1)
     highest = gl.load(items + 3 * item + 2)
-    if count == 0:
+    if count == 0:  # capacity for a text that is not there
         return
-
-    # rows of the tile, as accumulators hold them
     lane = gl.arange(0, TILE, by_row)
     valid = (lane // PADDED < count) & (lane % PADDED < GROUP)
     row = gl.where(valid, start + lane // PADDED, start)
     head = kv * GROUP + lane % PADDED
-    limit = gl.where(valid, gl.load(prefix + row), 0)
-    position = gl.load(positions + row)
-    bound = gl.maximum(position - (NODES - 1), 0) // STEP * STEP
-    low = gl.min(bound, 0)
-    high = gl.max(bound, 0)
+    limit = gl.load(prefix + row)
+    free = gl.min(limit, 0)
+    limit = gl.convert_layout(limit, scored_row)
+    free = free // BLOCK * BLOCK
     entries = table + gl.load(table_rows + start).to(gl.int64) * table_stride
     keys += kv * DIM
     values += kv * DIM
-
-    k_smem = gl.allocate_shared_memory(gl.bfloat16, [2, STEP, DIM], shared_q)
-    v_smem = gl.allocate_shared_memory(gl.bfloat16, [2, STEP, DIM], shared_q)
-    total_smem = gl.allocate_shared_memory(gl.float32, [TILE, DIM], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    at_step = gl.arange(0, STEP, gl.SliceLayout(1, loads))
+    k_smem = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK, DIM], swizzled)
+    v_smem = gl.allocate_shared_memory(gl.bfloat16, [BUFFERS, BLOCK, DIM], swizzled)
+    # Thirty-two bytes change places by row, so that no two lanes that store together meet in a bank.
+    total_smem = gl.allocate_shared_memory(gl.float32, [TILE, DIM], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    in_block = gl.arange(0, BLOCK, gl.SliceLayout(1, loads))
     offsets = gl.arange(0, DIM, gl.SliceLayout(0, loads))
-
-    # known keys of earlier passes may be on their way before the queries are there; this pass's own may not
+    columns = gl.arange(0, BLOCK, gl.SliceLayout(0, scored))
+    q_lane = gl.arange(0, TILE, gl.SliceLayout(1, loads))
+    inside = (q_lane // PADDED < count) & (q_lane % PADDED < GROUP)
+    at_q = (start + q_lane // PADDED).to(gl.int64) * (HEADS * DIM) + (kv * GROUP + q_lane % PADDED) * DIM
+    blocks = (highest + BLOCK - 1) // BLOCK
     if CHAIN:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, False, 1)
-    q_lane = gl.arange(0, TILE, gl.SliceLayout(1, loads))
-    q_row = gl.where(q_lane // PADDED < count, start + q_lane // PADDED, start)
-    at_q = q_row.to(gl.int64) * (HEADS * DIM) + (kv * GROUP + q_lane % PADDED) * DIM
-    inside = (q_lane // PADDED < count) & (q_lane % PADDED < GROUP)
+    for j in gl.static_range(BUFFERS - 1):
+        c = gl.minimum(j * BLOCK + in_block, highest - 1)
+        _copy(k_smem.index(j), v_smem.index(j), keys, values, gl.load(entries + c), offsets, WIDTH)
     queries = gl.load(
         q + gl.expand_dims(at_q, 1) + gl.expand_dims(offsets, 0), mask=gl.expand_dims(inside, 1), other=0.0
     )
-    q_smem = gl.allocate_shared_memory(gl.bfloat16, [TILE, DIM], shared_q, queries)
-    fence_async_shared()
-
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [TILE, DIM], swizzled, queries)
+    ones = gl.full([8, BLOCK], 1.0, gl.bfloat16, gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0]))
+    ones_smem = gl.allocate_shared_memory(gl.bfloat16, [8, BLOCK], swizzled, ones)
+    total_smem.store(gl.full([TILE, DIM], 0.0, gl.float32, product))
     total_m = gl.full([TILE], float("-inf"), gl.float32, by_row)
     total_w = gl.full([TILE], 0.0, gl.float32, by_row)
-    total_smem.store(gl.full([TILE, DIM], 0.0, gl.float32, mma))
     m = gl.full([TILE], float("-inf"), gl.float32, by_row)
     w = gl.full([TILE], 0.0, gl.float32, by_row)
-    acc = gl.full([TILE, DIM], 0.0, gl.float32, mma)
-    zeros = gl.full([TILE, STEP], 0.0, gl.float32, mma)
-
-    count_steps = low // STEP
-    if count_steps > 0:
-        slots = gl.load(entries + at_step)
-        next_slots = gl.load(entries + gl.minimum(1, count_steps - 1) * STEP + at_step)
-        _copy(k_smem.index(0), keys, slots, offsets, WIDTH)
-        _copy(k_smem.index(1), keys, next_slots, offsets, WIDTH)
-        _copy(v_smem.index(0), values, slots, offsets, WIDTH)
-        async_copy.wait_group(2)
+    acc = gl.full([TILE, DIM], 0.0, gl.float32, product)
+    no_scores = gl.full([TILE, BLOCK], 0.0, gl.float32, scored)
+    no_values = gl.full([TILE, DIM], 0.0, gl.float32, product)
+    no_sums = gl.full([TILE, 8], 0.0, gl.float32, summed)
+    async_copy.wait_group(BUFFERS - 2)
+    fence_async_shared()
+    scores = warpgroup_mma(q_smem, k_smem.index(0).permute((1, 0)), no_scores, use_acc=False)
+    block_m, p = _weigh(scores, 0, free, limit, columns, scale)
+    weights = p.to(gl.bfloat16)
+    slots = gl.load(entries + gl.minimum((BUFFERS - 1) * BLOCK + in_block, highest - 1))
+    for j in range(blocks):
+        async_copy.wait_group(BUFFERS - 3)  # block j + 1 is there
         fence_async_shared()
-        scores = warpgroup_mma(q_smem, k_smem.index(0).permute((1, 0)), zeros, use_acc=False)
-        m = _top(scores, scale)
-        p = _weights(scores, m, scale)
-        w = _sum_128(p, by_row)
-        weights = gl.convert_layout(p.to(gl.bfloat16), left)
-        for j in range(count_steps - 1):
-            # On their way: keys of step j + 1, then values of step j.
-            slots = next_slots
-            next_slots = gl.load(entries + gl.minimum(j + 2, count_steps - 1) * STEP + at_step)
-            async_copy.wait_group(1)
-            fence_async_shared()
-            coming = warpgroup_mma(
-                q_smem, k_smem.index((j + 1) % 2).permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
-            async_copy.wait_group(0)
-            fence_async_shared()
-            adding = warpgroup_mma(weights, v_smem.index(j % 2), acc, is_async=True)
-            # Everyone is done with what lay there: products of step j - 1 ended before the barriers above.
-            _copy(k_smem.index(j % 2), keys, next_slots, offsets, WIDTH)
-            _copy(v_smem.index((j + 1) % 2), values, slots, offsets, WIDTH)
-            scores = warpgroup_mma_wait(1, deps=[coming])
-            ends = (j + 1) * STEP == _split_start(_split_of(j * STEP) + 1)
-            m_before = gl.where(ends, float("-inf"), m)
-            w_before = gl.where(ends, 0.0, w)
-            top = gl.maximum(m_before, _top(scores, scale))
-            a = gl.exp2(m_before - top)
-            p = _weights(scores, top, scale)
-            w_next = gl.fma(w_before, a, _sum_128(p, by_row))
-            acc = warpgroup_mma_wait(0, deps=[adding])
-            if ends:
-                total = total_smem.load(mma)
-                total_m, total_w, total = _fold(total_m, total_w, total, m, w, acc)
-                total_smem.store(total)
-                acc = gl.full([TILE, DIM], 0.0, gl.float32, mma)
-            acc = acc * gl.expand_dims(a, 1)
-            m = top
-            w = w_next
-            weights = gl.convert_layout(p.to(gl.bfloat16), left)
-        async_copy.wait_group(0)
-        fence_async_shared()
-        acc = warpgroup_mma(weights, v_smem.index((count_steps - 1) % 2), acc)
-        if low == _split_start(_split_of(low - STEP) + 1):
-            total = total_smem.load(mma)
+        coming = warpgroup_mma(
+            q_smem, k_smem.index((j + 1) % BUFFERS).permute((1, 0)), no_scores, use_acc=False, is_async=True
+        )
+        adding = warpgroup_mma(
+            gl.convert_layout(weights, left), v_smem.index(j % BUFFERS), no_values, use_acc=False, is_async=True
+        )
+        summing = warpgroup_mma(
+            gl.convert_layout(weights, left_of_sum), ones_smem.permute((1, 0)), no_sums, use_acc=False, is_async=True
+        )
+        # What lay there was block j - 1: all its products ended before the barrier above.
+        ahead = (j + BUFFERS - 1) % BUFFERS
+        _copy(k_smem.index(ahead), v_smem.index(ahead), keys, values, slots, offsets, WIDTH)
+        slots = gl.load(entries + gl.minimum((j + BUFFERS) * BLOCK + in_block, highest - 1))
+        scores = warpgroup_mma_wait(2, deps=[coming])
+        next_m, p = _weigh(scores, (j + 1) * BLOCK, free, limit, columns, scale)
+        next_weights = p.to(gl.bfloat16)
+        if EARLY:
+            more, sums, next_weights = warpgroup_mma_wait(0, deps=[adding, summing, next_weights])
+        else:
+            more, sums = warpgroup_mma_wait(0, deps=[adding, summing])
+        block_m = gl.convert_layout(block_m, by_row)
+        m, w, acc = _fold(m, w, acc, block_m, gl.convert_layout(gl.max(sums, 1), by_row), more)
+        end = (j + 1) * BLOCK
+        if (end >= highest) | (end == _split_start(_split_of(end - BLOCK) + 1)):
+            total = total_smem.load(product)
             total_m, total_w, total = _fold(total_m, total_w, total, m, w, acc)
             total_smem.store(total)
             m = gl.full([TILE], float("-inf"), gl.float32, by_row)
             w = gl.full([TILE], 0.0, gl.float32, by_row)
-            acc = gl.full([TILE, DIM], 0.0, gl.float32, mma)
-
-    limit_half = gl.convert_layout(limit, half_row)
-    bound_half = gl.convert_layout(bound, half_row)
-    columns = gl.arange(0, STEP, gl.SliceLayout(0, mma))
-    half_columns = gl.arange(0, HALF, gl.SliceLayout(0, mma_half))
-    zeros_half = gl.full([TILE, HALF], 0.0, gl.float32, mma_half)
-    for at in range(low, highest, STEP):
-        gl.thread_barrier()
-        slots = gl.load(entries + at + at_step, mask=at + at_step < highest, other=0)
-        _copy(k_smem.index(0), keys, slots, offsets, WIDTH)
-        _copy(v_smem.index(0), values, slots, offsets, WIDTH)
-        async_copy.wait_group(0)
-        fence_async_shared()
-        if at < high:
-            scores = warpgroup_mma(q_smem, k_smem.index(0).permute((1, 0)), zeros, use_acc=False)
-            seen = gl.expand_dims(at + columns, 0) < gl.expand_dims(bound, 1)
-            scores = gl.where(seen, scores, float("-inf"))
-            top = gl.maximum(m, _top(scores, scale))
-            a = gl.exp2(m - gl.where(top == float("-inf"), 0.0, top))
-            p = _weights(scores, top, scale)
-            w = gl.fma(w, a, _sum_128(p, by_row))
-            m = top
-            acc = warpgroup_mma(
-                gl.convert_layout(p.to(gl.bfloat16), left), v_smem.index(0), acc * gl.expand_dims(a, 1)
-            )
-        for half in gl.static_range(2):
-            c = at + half * HALF + half_columns
-            if at + half * HALF < highest:
-                scores = warpgroup_mma(
-                    q_smem, k_smem.index(0).slice(half * HALF, HALF).permute((1, 0)), zeros_half, use_acc=False
-                )
-                seen = (gl.expand_dims(c, 0) < gl.expand_dims(limit_half, 1)) & (
-                    gl.expand_dims(c, 0) >= gl.expand_dims(bound_half, 1)
-                )
-                scores = gl.where(seen, scores, float("-inf"))
-                m_more = _top(scores, scale)
-                p = _weights(scores, m_more, scale)
-                w_more = gl.convert_layout(_sum_64(p), by_row)
-                m_more = gl.convert_layout(m_more, by_row)
-                more = warpgroup_mma(
-                    gl.convert_layout(p.to(gl.bfloat16), left),
-                    v_smem.index(0).slice(half * HALF, HALF),
-                    gl.full([TILE, DIM], 0.0, gl.float32, mma),
-                    use_acc=False,
-                )
-                m, w, acc = _fold(m, w, acc, m_more, w_more, more)
-        if (at + STEP >= highest) | (at + STEP == _split_start(_split_of(at) + 1)):
-            total = total_smem.load(mma)
-            total_m, total_w, total = _fold(total_m, total_w, total, m, w, acc)
-            total_smem.store(total)
-            m = gl.full([TILE], float("-inf"), gl.float32, by_row)
-            w = gl.full([TILE], 0.0, gl.float32, by_row)
-            acc = gl.full([TILE, DIM], 0.0, gl.float32, mma)
-    total = total_smem.load(mma)
+            acc = gl.full([TILE, DIM], 0.0, gl.float32, product)
+        block_m = next_m
+        weights = next_weights
+    async_copy.wait_group(0)
+    total = total_smem.load(product)
     if SINKS:
         sink = gl.load(sinks + head, mask=valid, other=0.0) * 1.4426950408889634
-        none = gl.full([TILE, DIM], 0.0, gl.float32, mma)
-        total_m, total_w, total = _fold(total_m, total_w, total, sink, gl.full([TILE], 1.0, gl.float32, by_row), none)
+        one = gl.full([TILE], 1.0, gl.float32, by_row)
+        total_m, total_w, total = _fold(total_m, total_w, total, sink, one, no_values)
     result = total / gl.expand_dims(gl.where(total_w == 0.0, 1.0, total_w), 1)
     to = row.to(gl.int64) * (HEADS * DIM) + head * DIM
-    d = gl.arange(0, DIM, gl.SliceLayout(0, mma))
-    gl.store(
-        out + gl.expand_dims(to, 1) + gl.expand_dims(d, 0), result.to(out.dtype.element_ty), mask=gl.expand_dims(valid, 1)
-    )
+    to = gl.expand_dims(to, 1) + gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, product)), 0)
+    gl.store(out + to, result.to(out.dtype.element_ty), mask=gl.expand_dims(valid, 1))
 
 
 attend_tall_kernel = Kernel(_attend_tall_kernel)
