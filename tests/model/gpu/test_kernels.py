@@ -15,7 +15,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from outrider.device.buckets import staged_shape
 from outrider.draft.lookup import GRAM, REACH, SHORTEST, find_copies
+from outrider.model import staged
+from outrider.model.device import AttentionPlans
 from outrider.model.kernels.gpu import attention as at
 from outrider.model.kernels.gpu import copies, matmul, rows
 from outrider.model.kernels.gpu import draw as law
@@ -239,7 +242,7 @@ class Past:
         whole: bool | None = None,
         tile: int | None = None,
     ) -> Tensor:
-        out = torch.full_like(q, torch.nan)
+        out = torch.full_like(q, torch.nan, dtype=torch.float32)  # more sensitive than what layers read
         attention = at.plan_attention(batch, self.heads, self.kv_heads, self.dim)
         if tile is not None:
             attention.tile = tile
@@ -387,6 +390,32 @@ def test_a_prompt_in_pieces_has_the_same_bits(device: str, window: int) -> None:
         past.reader.lengths[0] += count
         at_row += count
     assert at_row == len(q)
+
+
+@pytest.mark.parametrize("context", [2048, 32_768, 131_072])
+def test_long_prompts_have_tall_programs(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However they are planned: by the host, staged in a captured step, or from rows on the device."""
+    for module in (at, staged):
+        monkeypatch.setattr(module, "is_hopper", lambda: True)
+    config = tiny_config(heads=32, kv_heads=8, head_dim=at.TALL_DIM, layers=1, windows=(0,))
+    one, rows = (32, 8, at.TALL_DIM), 2048
+    texts = torch.zeros(rows, dtype=torch.int32)
+    ends = torch.arange(context - rows + 1, context + 1, dtype=torch.int32)
+    batch = Batch(
+        ids=texts.long(), positions=ends - 1, slots=texts, table_rows=texts, prefix=ends,
+        ancestors=texts.long(), table=torch.zeros((2, context), dtype=torch.int32), logit_rows=texts[:1].long(),
+    )  # fmt: skip
+    shape = staged_shape(rows, 16, 0, config)
+    buffers = staged.StagedRows(shape, batch.table, 0, 1)
+    buffers.fill(batch, ends - 1)
+    made = AttentionPlans(config, torch.device("cpu"))._make(rows, rows, context, False)
+    plans = [at.plan_attention(batch, *one), at.plan_staged(buffers.parts[0], one, context), made]
+    for plan in plans:
+        assert (plan.tile, plan.whole, plan.sums.numel()) == (at.TALL, True, 0)
+        assert sorted(plan.items[:64, 0].tolist()) == list(range(0, rows, 32))
+        assert plan.items[0, 0] == rows - 32  # what reads the most begins first
+    assert plans[1].items[0, 2] == context and not plans[1].items[64:, 1].any()
+    assert at.plan_attention(picked(batch, range(256)), *one).tile == at.TALLEST
 
 
 @pytest.mark.gpu

@@ -12,8 +12,9 @@ with the first draft token on (two at most) are gathered for each node by its pa
 If every row is the only one of its text, the program rotates its queries and the row's own key itself. It loads known
 keys before the matmul's output is ready, and saves one launch. The result equals rows.py's to the bit.
 
-Programs are 16, 32 or 64 query rows tall. Hopper's tensor core gives the same bits whichever of its two kinds of
-instruction that means (measured), and every sum over keys is left to it.
+Programs are 16, 32 or 64 query rows tall; those of long prompts are 128 (on Hopper by attention_tall.py). Its tensor
+core gives the same bits whichever of its two kinds of instruction that means (measured), and every sum over keys is
+left to it.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
@@ -57,7 +58,6 @@ SPANS = (1, 8)  # what a program reads: one split, or the splits that begin in t
 TURNING = 320
 MANY = 512  # programs without splitting at which it is many
 WARPS = 4
-EARLY = True
 TALL_BUFFERS = 4  # blocks of keys and of values that are there or on their way
 CROWDED = 768  # programs, a text's whole past each, of which more run at a time with half the warps
 SHORT = 12  # splits: texts of up to 1024 tokens
@@ -128,7 +128,9 @@ def _block(q, k, v, seen, scale):
     m = tl.max(scores, 1)
     m = tl.fma(m, tl.zeros_like(m) + scale, tl.zeros_like(m))
     less = -tl.where(m == float("-inf"), 0.0, m)[:, None]
-    p = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + scale, tl.broadcast_to(less, scores.shape))).to(v.dtype)
+    p = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + scale, tl.broadcast_to(less, scores.shape))).to(
+        v.dtype
+    )
     # The sum, too, by the tensor core: its order does not depend on how a tile lies over warps.
     ones = tl.full((v.shape[0], 16), 1.0, v.dtype)
     return m, tl.max(tl.dot(p, ones), 1), tl.dot(p, v)
@@ -535,7 +537,7 @@ def make_attention_plan(
     heads, kv_heads, dim = shape
     enough = ENOUGH // 2 if tile > TILES[0] or splits <= SHORT else ENOUGH
     crowd = splits == 1 or (busy or len(items)) * kv_heads >= enough
-    whole = not tree and crowd
+    whole = not tree and (crowd or tile == TALL)
     room = 0 if whole else rows * heads * (splits + TAILS)
     return AttentionPlan(
         items=items,
@@ -653,12 +655,12 @@ def attend(
         rope_and_write(fresh.parts, fresh.tables, batch, fresh.norms, q, keys, values, fresh.gains)
     turning = isinstance(q, Fresh)
     made, cos, sin = (q.parts, *q.tables) if isinstance(q, Fresh) else (None, None, None)
-    if r.tile == TALL and r.whole and not window and is_hopper():
+    if not window and _is_tall(r, keys):
         attend_tall_kernel[(shared * kv_heads,)](
-            q, keys, values, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix, out, sinks,
-            batch.table.stride(0), scale * LOG2E,
+            q, keys, values, batch.table, r.items, batch.table_rows, batch.prefix, out, sinks, batch.table.stride(0),
+            scale * LOG2E,
             HEADS=heads, KV_HEADS=kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim, TILE=TALL, BLOCK=BLOCK,
-            BUFFERS=TALL_BUFFERS, SINKS=sinks is not None, EARLY=EARLY, num_warps=2 * WARPS, **chained(),
+            BUFFERS=TALL_BUFFERS, SINKS=sinks is not None, num_warps=2 * WARPS, **chained(),
         )  # fmt: skip
         return
     _attend_kernel[(shared * parts + (rows if r.tree else 0), kv_heads)](
@@ -678,6 +680,11 @@ def attend(
         HEADS=heads, DIM=dim, WIDE=_wide(dim), BLOCK=BLOCK, WINDOW=window > 0, TAIL=r.tree,
         DEPTH=_at_once(r, dim), SINKS=sinks is not None, num_warps=1, **chained(),
     )  # fmt: skip
+
+
+def _is_tall(attention: AttentionPlan, keys: Tensor) -> bool:
+    fits = keys.shape[2] == TALL_DIM and keys.dtype == torch.bfloat16 and is_hopper() and not INTERPRETED
+    return attention.tile == TALL and attention.whole and fits
 
 
 def _turns_itself(fresh: Fresh, attention: AttentionPlan, kv_heads: int) -> bool:

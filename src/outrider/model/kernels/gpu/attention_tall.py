@@ -22,6 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from outrider.model.kernels.gpu.ahead import Kernel
 
+# Its name changed between releases of Triton.
+_load_later = (
+    async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+)
+
 
 # As in attention.py, whose functions a kernel in Gluon cannot call.
 @gluon.jit
@@ -65,16 +70,16 @@ def _weigh(scores, at, free, limit, columns, scale):
 def _copy(k_smem, v_smem, keys, values, slots, offsets, STRIDE: gl.constexpr):
     """Sets a block of keys and values on its way."""
     at = gl.expand_dims(slots.to(gl.int64), 1) * STRIDE + gl.expand_dims(offsets, 0)
-    async_copy.async_copy_global_to_shared(k_smem, keys + at)
-    async_copy.async_copy_global_to_shared(v_smem, values + at)
+    _load_later(k_smem, keys + at)
+    _load_later(v_smem, values + at)
     async_copy.commit_group()
 
 
 @gluon.jit
 def _attend_tall_kernel(
-    q, keys, values, table, items, positions, table_rows, prefix, out, sinks, table_stride, scale,
+    q, keys, values, table, items, table_rows, prefix, out, sinks, table_stride, scale,
     HEADS: gl.constexpr, KV_HEADS: gl.constexpr, PADDED: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr,
-    BLOCK: gl.constexpr, BUFFERS: gl.constexpr, SINKS: gl.constexpr, CHAIN: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK: gl.constexpr, BUFFERS: gl.constexpr, SINKS: gl.constexpr, CHAIN: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """One item's rows over everything they see, for the query heads of one key head."""
     if CHAIN:
@@ -153,10 +158,18 @@ def _attend_tall_kernel(
             q_smem, k_smem.index((j + 1) % BUFFERS).permute((1, 0)), no_scores, use_acc=False, is_async=True
         )
         adding = warpgroup_mma(
-            gl.convert_layout(weights, left), v_smem.index(j % BUFFERS), no_values, use_acc=False, is_async=True
+            gl.convert_layout(weights, left),
+            v_smem.index(j % BUFFERS),
+            no_values,
+            use_acc=False,
+            is_async=True,
         )
         summing = warpgroup_mma(
-            gl.convert_layout(weights, left_of_sum), ones_smem.permute((1, 0)), no_sums, use_acc=False, is_async=True
+            gl.convert_layout(weights, left_of_sum),
+            ones_smem.permute((1, 0)),
+            no_sums,
+            use_acc=False,
+            is_async=True,
         )
         # What lay there was block j - 1: all its products ended before the barrier above.
         ahead = (j + BUFFERS - 1) % BUFFERS
@@ -164,11 +177,7 @@ def _attend_tall_kernel(
         slots = gl.load(entries + gl.minimum((j + BUFFERS) * BLOCK + in_block, highest - 1))
         scores = warpgroup_mma_wait(2, deps=[coming])
         next_m, p = _weigh(scores, (j + 1) * BLOCK, free, limit, columns, scale)
-        next_weights = p.to(gl.bfloat16)
-        if EARLY:
-            more, sums, next_weights = warpgroup_mma_wait(0, deps=[adding, summing, next_weights])
-        else:
-            more, sums = warpgroup_mma_wait(0, deps=[adding, summing])
+        more, sums = warpgroup_mma_wait(0, deps=[adding, summing])
         block_m = gl.convert_layout(block_m, by_row)
         m, w, acc = _fold(m, w, acc, block_m, gl.convert_layout(gl.max(sums, 1), by_row), more)
         end = (j + 1) * BLOCK
@@ -180,7 +189,7 @@ def _attend_tall_kernel(
             w = gl.full([TILE], 0.0, gl.float32, by_row)
             acc = gl.full([TILE, DIM], 0.0, gl.float32, product)
         block_m = next_m
-        weights = next_weights
+        weights = p.to(gl.bfloat16)
     async_copy.wait_group(0)
     total = total_smem.load(product)
     if SINKS:
