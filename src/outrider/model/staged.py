@@ -22,9 +22,7 @@ from outrider.types import Batch
 BLOCK = 64  # keys that attention reads together
 TALLEST = 64  # query rows times heads of a group in one attention program
 TALL, TALL_DIM = 128, 128  # the same for long prompts, on Hopper and in heads of this size
-TALL_PROGRAMS = (
-    256  # from which on they keep the device busy: one runs at a time on each of its 132 multiprocessors
-)
+TALL_PROGRAMS = 256  # that keep the device busy: each of its 132 multiprocessors runs one at a time
 ROW_FIELDS = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors")
 
 Group = tuple[int, int, int]  # first row, count, and how many entries of their table the rows share
