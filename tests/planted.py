@@ -48,6 +48,13 @@ MIXING = "model/kernels/experts.h"
 GROWING = "engine/test_growing_batches.py"
 FAULTS = [
     # gpt-oss: sinks, experts in MXFP4, answers in channels.
+    Fault("a node's second block in the split of its first", ATTENTION,
+          "if _split_of(limit + BLOCK) == s:", "if s >= 0:",
+          "model/gpu/test_kernels.py::test_a_chain_across_an_edge"),
+    Fault("products that are rounded in some programs", ATTENTION,
+          "m = tl.fma(m, tl.zeros_like(m) + scale, tl.zeros_like(m))",
+          "m = tl.fma(m, tl.zeros_like(m) + scale, tl.zeros_like(m) + (m.shape[0] - 16) * 0.01)",
+          "model/gpu/test_kernels.py::test_programs_of_any_height_give_the_same_bits_at_the_edges"),
     Fault("a sink to the wrong base", ATTENTION, "other=0.0) * 1.4426950408889634", "other=0.0)",
           "model/gpu/test_kernels.py::test_folding_in_registers_gives_the_same_bits"),
     Fault("rows of gate for those of up", "load/weight_map.py", "first=first // wanted[0], step=2", "first=0, step=2",

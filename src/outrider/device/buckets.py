@@ -128,7 +128,7 @@ def staged_room(size: int, drafts: bool, rows: int, logits: int) -> tuple[int, i
 
 def staged_shape(rows: int, logits: int, branching: int, config: ModelConfig) -> StagedShape:
     """How attention reads a bucket: in groups of rows of one sequence."""
-    together = rows_together(config)
+    together = rows_together(config, 0 if branching else rows)
     plain, drafted = (
         min(some, some // together + _partial_groups(some)) for some in (rows - branching, branching)
     )

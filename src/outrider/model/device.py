@@ -24,6 +24,7 @@ from outrider.model.kernels.gpu.attention import (
     padded_group,
     plan_attention,
     plan_staged,
+    prompt_tile,
     share_entries,
     split_count,
     tile_for,
@@ -225,14 +226,14 @@ class AttentionPlans:
     def _make(self, rows: int, together: int, context: int, branching: bool) -> AttentionPlan:
         heads, kv_heads, _ = self.shape
         padded = padded_group(heads, kv_heads)
-        tile = tile_for(together, padded)
+        tile = tile_for(together, padded) if branching else prompt_tile(together, self.shape)
         most = tile // padded
         groups = [
             (at, min(most, begin + together - at), 0)
             for begin in range(0, rows, together)
             for at in range(begin, begin + together, most)
         ]
-        items = torch.tensor(groups, dtype=torch.int32, device=self.device)
+        items = torch.tensor(groups[::-1], dtype=torch.int32, device=self.device)
         return make_attention_plan(
             items, rows, self.shape, split_count(context), branching, tile, together == 1
         )

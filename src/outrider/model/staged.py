@@ -8,6 +8,7 @@ their rows, which a long prompt chunk must not need.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -20,6 +21,8 @@ from outrider.types import Batch
 
 BLOCK = 64  # keys that attention reads together
 TALLEST = 64  # query rows times heads of a group in one attention program
+TALL, TALL_DIM = 128, 128  # the same for long prompts, on Hopper and in heads of this size
+TALL_PROGRAMS = 256  # that keep the device busy: each of its 132 multiprocessors runs one at a time
 ROW_FIELDS = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors")
 
 Group = tuple[int, int, int]  # first row, count, and how many entries of their table the rows share
@@ -31,13 +34,28 @@ def padded_group(heads: int, kv_heads: int) -> int:
     return 1 << (heads // kv_heads - 1).bit_length()
 
 
-def rows_together(config: ModelConfig) -> int:
-    """Maximum number of rows of one sequence in an attention program."""
-    return TALLEST // padded_group(config.heads, config.kv_heads)
+def rows_together(config: ModelConfig, rows: int = 1) -> int:
+    """Maximum number of rows of one sequence in an attention program, where one sequence may have `rows` of a pass."""
+    return tallest(rows, config.heads, config.kv_heads, config.head_dim) // padded_group(
+        config.heads, config.kv_heads
+    )
+
+
+def tallest(rows: int, heads: int, kv_heads: int, dim: int) -> int:
+    """Query rows times heads of a group in the tallest program for `rows` rows."""
+    enough = rows * padded_group(heads, kv_heads) * kv_heads >= TALL * TALL_PROGRAMS
+    return TALL if enough and dim == TALL_DIM and is_hopper() else TALLEST
+
+
+@cache
+def is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def group_rows(batch: Batch, together: int) -> list[Group]:
-    """Groups of at most `together` neighbouring rows of one sequence, of a batch on the host."""
+    """Groups of at most `together` neighbouring rows of one sequence, of a batch on the host. The last rows of a text,
+    which read the most of it, come first.
+    """
     owners, known, ancestors = batch.table_rows.numpy(), batch.prefix.numpy(), batch.ancestors.numpy()
     return _groups(owners, known, ancestors, together)
 
@@ -49,7 +67,8 @@ def _groups(owners: Ints, known: Ints, ancestors: Ints, together: int) -> list[G
     if not firsts:
         return []
     counts = np.diff([*firsts, len(owners)]).tolist()
-    return list(zip(firsts, counts, np.maximum.reduceat(limits, firsts).tolist(), strict=True))
+    groups = list(zip(firsts, counts, np.maximum.reduceat(limits, firsts).tolist(), strict=True))
+    return groups[::-1]
 
 
 @dataclass(frozen=True, slots=True)

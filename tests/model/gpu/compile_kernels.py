@@ -82,8 +82,10 @@ def compile_instead_of_running(every: bool) -> list[Any]:
 def main() -> None:
     every = sys.argv[1:] != ["few"]
     kernels = compile_instead_of_running(every)
-    from outrider.model.kernels.gpu import launch
+    from outrider.model import staged
+    from outrider.model.kernels.gpu import attention, launch
 
+    staged.is_hopper = attention.is_hopper = lambda: True
     launch.chained = lambda: {"CHAIN": True, "launch_pdl": True}
     for module in _modules():
         module.chained = launch.chained
@@ -158,9 +160,9 @@ def _launch_all(every: bool) -> None:
     model.filter_logits(
         torch.zeros(2, 128_256), state.top_k[owners], state.top_p[owners], state.log_min_p[owners]
     )
+    _launch_tall()
     if not every:
         return
-    _launch_tall()
     tree = Part(0, random_ids(VOCAB, 12), Draft((1, 2, 3), (-1, 0, 0)))
     model.forward(Reader(config).batch(tree), store)
     _launch_head(StepOps(state, model), store)  # whose batches are there
@@ -211,17 +213,18 @@ def _launch_losses() -> None:
 
 def _launch_tall() -> None:
     """Attention of a long prompt, in heads of the size that takes most room."""
-    from outrider.model.kernels.gpu.attention import attend, plan_attention
+    from outrider.model.kernels.gpu.attention import TALL, attend, plan_attention
     from tests.model.batches import Part, Reader
     from tests.tiny import tiny_config
 
-    reader = Reader(tiny_config(heads=128, kv_heads=32, head_dim=128, layers=1, windows=(0,)), longest=140)
-    batch = reader.batch(Part(0, [1] * 130))
+    reader = Reader(tiny_config(heads=128, kv_heads=32, head_dim=128, layers=1, windows=(0,)), longest=310)
+    batch = reader.batch(Part(0, [1] * 300))
     q = torch.empty((batch.rows, 128, 128), dtype=torch.bfloat16)
-    keys = torch.empty((200, 32, 128), dtype=torch.bfloat16)
+    keys = torch.empty((400, 32, 128), dtype=torch.bfloat16)
     plan = plan_attention(batch, 128, 32, 128)
-    assert plan.tile == 128
-    attend(q, batch, keys, keys.clone(), 0, 0.1, plan, torch.empty_like(q))
+    assert plan.tile == TALL
+    for window in (0, 100):
+        attend(q, batch, keys, keys.clone(), window, 0.1, plan, torch.empty_like(q))
 
 
 def _launch_head(ops: Any, store: Any) -> None:

@@ -15,7 +15,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from outrider.device.buckets import staged_shape
 from outrider.draft.lookup import GRAM, REACH, SHORTEST, find_copies
+from outrider.model import staged
+from outrider.model.device import AttentionPlans
 from outrider.model.kernels.gpu import attention as at
 from outrider.model.kernels.gpu import copies, matmul, rows
 from outrider.model.kernels.gpu import draw as law
@@ -239,7 +242,7 @@ class Past:
         whole: bool | None = None,
         tile: int | None = None,
     ) -> Tensor:
-        out = torch.full_like(q, torch.nan)
+        out = torch.full_like(q, torch.nan, dtype=torch.float32)  # more sensitive than what layers read
         attention = at.plan_attention(batch, self.heads, self.kv_heads, self.dim)
         if tile is not None:
             attention.tile = tile
@@ -343,6 +346,93 @@ def picked(batch: Batch, rows: Sequence[int]) -> Batch:
     """Some rows of a pass, as if they were all of it."""
     names = ("ids", "positions", "slots", "table_rows", "prefix", "ancestors")
     return replace(batch, **{name: getattr(batch, name)[list(rows)] for name in names})
+
+
+# Lengths of texts near where splits of another length begin.
+EDGES = [120, 505, 2040, 8185]
+
+
+@pytest.mark.parametrize("length", sweep(EDGES, quick=[505]))
+def test_programs_of_any_height_give_the_same_bits_at_the_edges(device: str, length: int) -> None:
+    past = Past(device, 2, 1, 16, [length], room=length + 70, sinks=True)
+    batch = past.batch(Part(0, [1] * 63))
+    q = past.queries(batch)
+    expected = past.attend(q, batch, whole=True, tile=at.TALL)
+    assert furthest(expected[-1:].float(), past.twin(q[-1:], picked(batch, [62])).float()) < 2e-2
+    for tile, whole in ((16, False), (64, True), (at.TALL, False)):
+        assert torch.equal(past.attend(q, batch, whole=whole, tile=tile), expected), (tile, whole)
+    for row in (0, 9, 62):
+        assert torch.equal(past.attend(q[row : row + 1], picked(batch, [row]))[0], expected[row]), row
+
+
+@pytest.mark.parametrize("length", sweep([*EDGES, 448, 2047, 8191], quick=[505, 2047]))
+@pytest.mark.parametrize("window", [0, 100])
+def test_a_chain_across_an_edge(device: str, length: int, window: int) -> None:
+    """A node has the bits of a known token, wherever the draft begins."""
+    past = Past(device, 2, 1, 16, [length], room=length + 70)
+    batches = past.batch(Part(0, [1], Draft.chain([1] * MAX_NODES))), past.batch(Part(0, [1] * 64))
+    rows = [0, 1, 7, 8, 40, 62, 63]
+    q = past.queries(batches[0])[rows]
+    drafted, known = (past.attend(q, picked(batch, rows), window) for batch in batches)
+    assert torch.equal(drafted, known)
+
+
+@pytest.mark.parametrize("window", [0, 90])
+def test_a_prompt_in_pieces_has_the_same_bits(device: str, window: int) -> None:
+    past = Past(device, 1, 1, 16, [0], room=280)
+    whole = past.batch(Part(0, [1] * 200))
+    q = past.queries(whole)
+    expected, at_row = past.attend(q, whole, window), 0
+    for count in (1, 62, 65, 72):
+        piece = past.batch(Part(0, [1] * count))
+        got = past.attend(q[at_row : at_row + count].contiguous(), piece, window)
+        assert torch.equal(got, expected[at_row : at_row + count]), at_row
+        past.reader.lengths[0] += count
+        at_row += count
+    assert at_row == len(q)
+
+
+@pytest.mark.parametrize("context", [2048, 32_768, 131_072])
+def test_long_prompts_have_tall_programs(context: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However they are planned: by the host, staged in a captured step, or from rows on the device."""
+    for module in (at, staged):
+        monkeypatch.setattr(module, "is_hopper", lambda: True)
+    config = tiny_config(heads=32, kv_heads=8, head_dim=at.TALL_DIM, layers=1, windows=(0,))
+    one, rows = (32, 8, at.TALL_DIM), 2048
+    texts = torch.zeros(rows, dtype=torch.int32)
+    ends = torch.arange(context - rows + 1, context + 1, dtype=torch.int32)
+    batch = Batch(
+        ids=texts.long(), positions=ends - 1, slots=texts, table_rows=texts, prefix=ends,
+        ancestors=texts.long(), table=torch.zeros((2, context), dtype=torch.int32), logit_rows=texts[:1].long(),
+    )  # fmt: skip
+    shape = staged_shape(rows, 16, 0, config)
+    buffers = staged.StagedRows(shape, batch.table, 0, 1)
+    buffers.fill(batch, ends - 1)
+    made = AttentionPlans(config, torch.device("cpu"))._make(rows, rows, context, False)
+    plans = [at.plan_attention(batch, *one), at.plan_staged(buffers.parts[0], one, context), made]
+    for plan in plans:
+        assert (plan.tile, plan.whole, plan.sums.numel()) == (at.TALL, True, 0)
+        assert sorted(plan.items[:64, 0].tolist()) == list(range(0, rows, 32))
+        assert plan.items[0, 0] == rows - 32  # what reads the most begins first
+    assert plans[1].items[0, 2] == context and not plans[1].items[64:, 1].any()
+    assert at.plan_attention(picked(batch, range(256)), *one).tile == at.TALLEST
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8, 2), (12, 2), (2, 2), (16, 1)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_programs_of_long_prompts_give_the_same_bits(
+    device: str, shape: tuple[int, int], sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products that are waited for later, against those that are waited for at once."""
+    lengths = [0, 1, 63, 500, 2000, 8150, 30_000]
+    past = Past(device, *shape, 128, lengths, room=30_300, sinks=sinks)
+    batch = past.batch(*(Part(i, [1] * (200 + i)) for i in range(len(lengths))))
+    q = past.queries(batch)
+    tall = past.attend(q, batch, whole=True, tile=at.TALL)
+    assert torch.equal(tall, past.attend(q, batch, whole=True, tile=at.TALLEST))
+    monkeypatch.setattr(at, "is_hopper", lambda: False)
+    assert torch.equal(tall, past.attend(q, batch, whole=True, tile=at.TALL))
 
 
 @pytest.mark.slow

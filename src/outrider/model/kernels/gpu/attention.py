@@ -12,8 +12,9 @@ with the first draft token on (two at most) are gathered for each node by its pa
 If every row is the only one of its text, the program rotates its queries and the row's own key itself. It loads known
 keys before the matmul's output is ready, and saves one launch. The result equals rows.py's to the bit.
 
-Programs are 16, 32 or 64 query rows tall. Hopper's tensor core gives the same bits whichever of its two kinds of
-instruction that means (measured), and every sum over keys is left to it.
+Programs are 16, 32 or 64 query rows tall; those of long prompts are 128 (on Hopper by attention_tall.py). Its tensor
+core gives the same bits whichever of its two kinds of instruction that means (measured), and every sum over keys is
+left to it.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
@@ -30,22 +31,34 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.model.kernels.gpu.ahead import kernel
+from outrider.model.kernels.gpu.attention_tall import attend_tall_kernel
 from outrider.model.kernels.gpu.launch import INTERPRETED, await_previous, chained, let_next_start
 from outrider.model.kernels.gpu.rows import rope_and_write, sum_parts
-from outrider.model.staged import BLOCK, TALLEST, StagedPart, group_rows, padded_group
+from outrider.model.staged import (
+    BLOCK,
+    TALL,
+    TALL_DIM,
+    TALLEST,
+    StagedPart,
+    group_rows,
+    is_hopper,
+    padded_group,
+    tallest,
+)
 from outrider.types import Batch
 
 TILES = (16, 32, TALLEST)  # query rows times heads of a group in one program
 NODES = 64
 TAILS = 2  # blocks that a draft of 63 nodes can touch
 # Loads of slots, keys and values on their way: of these, keys get two buffers, of four one.
-STAGES = {16: 6, 32: 4, 64: 4}
-WIDE_STAGES = {16: 3, 32: 2, 64: 3}  # for heads of more than 64
+STAGES = {16: 6, 32: 4, 64: 4, TALL: 4}
+WIDE_STAGES = {16: 3, 32: 2, 64: 3, TALL: 3}  # for heads of more than 64
 SPANS = (1, 8)  # what a program reads: one split, or the splits that begin in this many blocks
 # Programs that turn by themselves: what it takes of registers leaves room for no more at a time.
 TURNING = 320
 MANY = 512  # programs without splitting at which it is many
 WARPS = 4
+TALL_BUFFERS = 4  # blocks of keys and of values that are there or on their way
 CROWDED = 768  # programs, a text's whole past each, of which more run at a time with half the warps
 SHORT = 12  # splits: texts of up to 1024 tokens
 ENOUGH = 512  # programs that keep the device busy without splitting; half of them, where they are tall or texts short
@@ -108,10 +121,16 @@ def _fold_sinks(m, w, acc, sinks, head, valid):
 
 @triton.jit
 def _block(q, k, v, seen, scale):
-    """One block of keys from scratch: maximum, sum and weighted values of every query row."""
-    scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+    """One block of keys from scratch: maximum, sum and weighted values of every query row. Written with explicit fused
+    products: the same bits in every kernel.
+    """
+    scores = tl.where(seen, tl.dot(q, tl.trans(k)), float("-inf"))
     m = tl.max(scores, 1)
-    p = tl.exp2(scores - tl.where(m == float("-inf"), 0.0, m)[:, None]).to(v.dtype)
+    m = tl.fma(m, tl.zeros_like(m) + scale, tl.zeros_like(m))
+    less = -tl.where(m == float("-inf"), 0.0, m)[:, None]
+    p = tl.exp2(tl.fma(scores, tl.zeros_like(scores) + scale, tl.broadcast_to(less, scores.shape))).to(
+        v.dtype
+    )
     # The sum, too, by the tensor core: its order does not depend on how a tile lies over warps.
     ones = tl.full((v.shape[0], 16), 1.0, v.dtype)
     return m, tl.max(tl.dot(p, ones), 1), tl.dot(p, v)
@@ -253,7 +272,7 @@ def _attend_kernel(
                 HEADS, KV_HEADS, GROUP, LOW, DIM, WIDE, BLOCK, NODES, WINDOW, CHAIN,
             )  # fmt: skip
             return
-    item = shared - 1 - tl.program_id(0) // parts  # the last rows of a text, which read the most of it, first
+    item = tl.program_id(0) // parts
     start = tl.load(items + 3 * item)
     count = tl.load(items + 3 * item + 1)
     highest = tl.load(items + 3 * item + 2)
@@ -467,6 +486,13 @@ def tile_for(longest: int, padded: int) -> int:
     return next((t for t in TILES if t >= longest * padded), TILES[-1])
 
 
+def prompt_tile(longest: int, shape: tuple[int, int, int]) -> int:
+    """The same for rows without draft nodes, of which long prompts have taller programs."""
+    heads, kv_heads, dim = shape
+    most = tallest(longest, heads, kv_heads, dim)
+    return most if most > TALLEST else tile_for(longest, padded_group(heads, kv_heads))
+
+
 PLANNED_BY = ("positions", "table_rows", "prefix", "ancestors")  # of a batch's rows
 
 
@@ -484,7 +510,7 @@ def plan_attention(
     host = replace(batch, **{name: getattr(batch, name).cpu() for name in PLANNED_BY})
     padded = padded_group(heads, kv_heads)
     tree, longest = bool((host.ancestors != 0).any()), longest_run(host)
-    tile = tile_for(longest, padded)
+    tile = tile_for(longest, padded) if tree else prompt_tile(longest, (heads, kv_heads, dim))
     groups = group_rows(host, tile // padded)
     items = torch.tensor(groups, dtype=torch.int32).to(there.ids.device, non_blocking=True)
     splits = split_count(int(host.positions.max()) + 1)
@@ -511,7 +537,7 @@ def make_attention_plan(
     heads, kv_heads, dim = shape
     enough = ENOUGH // 2 if tile > TILES[0] or splits <= SHORT else ENOUGH
     crowd = splits == 1 or (busy or len(items)) * kv_heads >= enough
-    whole = not tree and crowd
+    whole = not tree and (crowd or tile == TALL)
     room = 0 if whole else rows * heads * (splits + TAILS)
     return AttentionPlan(
         items=items,
@@ -531,7 +557,7 @@ def plan_staged(part: StagedPart, shape: tuple[int, int, int], context: int) -> 
     heads, kv_heads, _ = shape
     rows, tree = part.batch.rows, part.branching
     padded = padded_group(heads, kv_heads)
-    tile = tile_for(part.together, padded)
+    tile = max(tile_for(part.together, padded), part.together * padded)
     busy = -(-rows // part.together)
     plan = make_attention_plan(part.groups, rows, shape, split_count(context), tree, tile, busy=busy)
     if tree:
@@ -629,6 +655,14 @@ def attend(
         rope_and_write(fresh.parts, fresh.tables, batch, fresh.norms, q, keys, values, fresh.gains)
     turning = isinstance(q, Fresh)
     made, cos, sin = (q.parts, *q.tables) if isinstance(q, Fresh) else (None, None, None)
+    if not window and _is_tall(r, keys):
+        attend_tall_kernel[(shared * kv_heads,)](
+            q, keys, values, batch.table, r.items, batch.table_rows, batch.prefix, out, sinks, batch.table.stride(0),
+            scale * LOG2E,
+            HEADS=heads, KV_HEADS=kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim, TILE=TALL, BLOCK=BLOCK,
+            BUFFERS=TALL_BUFFERS, SINKS=sinks is not None, num_warps=2 * WARPS, **chained(),
+        )  # fmt: skip
+        return
     _attend_kernel[(shared * parts + (rows if r.tree else 0), kv_heads)](
         None if turning else q, keys, values, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix,
         batch.ancestors, r.paths, r.sums, r.stats, out,
@@ -648,6 +682,11 @@ def attend(
     )  # fmt: skip
 
 
+def _is_tall(attention: AttentionPlan, keys: Tensor) -> bool:
+    fits = keys.shape[2] == TALL_DIM and keys.dtype == torch.bfloat16 and is_hopper() and not INTERPRETED
+    return attention.tile == TALL and attention.whole and fits
+
+
 def _turns_itself(fresh: Fresh, attention: AttentionPlan, kv_heads: int) -> bool:
     programs = len(attention.items) * kv_heads * (1 if attention.whole else attention.splits)
     return attention.single and fresh.norms is None and fresh.gains is None and programs <= TURNING
@@ -655,7 +694,7 @@ def _turns_itself(fresh: Fresh, attention: AttentionPlan, kv_heads: int) -> bool
 
 def _warps(attention: AttentionPlan, programs: int) -> int:
     crowded = attention.whole and attention.tile == TILES[0] and programs >= CROWDED
-    return WARPS // 2 if crowded else WARPS
+    return WARPS // 2 if crowded else 2 * WARPS if attention.tile == TALL else WARPS
 
 
 def _stages(tile: int, dim: int) -> int:
