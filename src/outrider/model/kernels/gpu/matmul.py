@@ -8,9 +8,9 @@ change with the number of rows, because the tensor core adds each output by itse
 A weight takes the tensor core's tall side, so that one row wastes little. A plain weight lies row by row, padded with
 zeros, so that cuBLASLt can read it, too (library.py).
 
-A weight in fewer bits (quantise.py) lies as the kernels read it: 64 outputs by `depth` inputs at a time, each such
-tile contiguous. It has sums of its own tile by tile: each tile's sum starts from zero, is multiplied
-by its scale and added to the segment's in one operation. So a scale never meets a sum that rows or segments decide.
+A weight in fewer bits (quantise.py, mxfp4.py) lies as the kernels read it: 64 outputs by `depth` inputs at a time, each
+such tile contiguous. In registers it becomes the bfloat16 that it stands for, so a product has that matrix's bits.
+For many rows the library multiplies it, once it has been written out as such a matrix.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
 from outrider.model.kernels.gpu.library import Library, gated, padded_rows
 from outrider.model.kernels.gpu.mxfp4 import widened_exactly
-from outrider.model.kernels.gpu.quantise import KINDS, dequantised, quantised, widened
+from outrider.model.kernels.gpu.quantise import COMPILED, KINDS, dequantised, quantised, settled, widened
 
 GRAIN = 256  # a segment is a multiple of it, so that every tile depth fits
 HIGH = 64  # outputs of a stored tile: the height of Hopper's tensor core
@@ -48,6 +48,9 @@ WIDEST_CUT = 8192  # outputs of a weight that has segments at all
 ENOUGH_UNSPREAD = 96  # blocks of a tile of up to 64 rows that do as well alone
 LARGE = 64  # blocks of a plain weight: few rows lose nothing by fewer segments, and sums of many rows are read sooner
 SPREAD_ROWS = 2048  # up to which partial sums are worth their memory
+FEW_ROWS = (
+    8  # of a tile that the tensor core adds with an instruction of its own, if a weight is in fewer bits
+)
 AT_ONCE = 64  # blocks of HIGH outputs that are packed together; more would only take more memory
 
 
@@ -67,6 +70,7 @@ class Packed:
     library: Library | None = None  # for passes of many rows
     whole: int = 0  # outputs of all ranks' parts, which decide the order of sums; 0: `outputs`
     experts: int = 1  # `outputs` are one's
+    few: bool = False  # whether tiles of FEW_ROWS rows give its bits, too
     activation: str = "silu"  # of the gate, if there is one: one of config.ACTIVATIONS, or CLAMPED
     clamp: float = 0.0  # as LayerSpec has it
 
@@ -145,10 +149,11 @@ def room_for(
     if kind not in KINDS:
         data = torch.empty((halves, blocks, 1, HIGH, deep * depth), dtype=dtype, device=device)
         return Packed(data, outputs, inputs, kind, experts=experts)
-    how, shape = KINDS[kind], (halves, blocks, deep, HIGH, depth // _inputs_in_one(kind))
-    groups = (halves, blocks, deep if how.grouped else 1, HIGH)
-    scales = torch.empty(groups, dtype=how.scale, device=device)
-    data = torch.empty(shape, dtype=how.dtype, device=device)
+    tiles = (halves, blocks, deep, HIGH)
+    scales = torch.empty(
+        tiles if KINDS[kind].grouped else (halves, blocks, 1, HIGH), dtype=torch.int32, device=device
+    )
+    data = torch.empty((*tiles, depth // _inputs_in_one(kind)), dtype=torch.int32, device=device)
     return Packed(data, outputs, inputs, kind, scales, experts=experts)
 
 
@@ -166,7 +171,7 @@ def pack(
     like = halves[0]
     outputs, inputs = like.shape
     packed = room_for(len(halves), outputs, inputs, kind, dtype or like.dtype, device or like.device)
-    packed.whole = whole
+    packed.whole, packed.few = whole, few_rows_agree(kind, packed.data.device)
     _put_all(packed, halves)
     return packed
 
@@ -190,6 +195,25 @@ def pack_experts(
         _put_all(packed.of_expert(number), halves)
     assert packed is not None
     return packed
+
+
+@cache
+def few_rows_agree(kind: str, device: torch.device) -> bool:
+    """Whether a tile of FEW_ROWS rows gives the bits of a larger one. That depends on what a release of the compiler
+    makes of so few rows (`_in_slots`), so it is tried before anything is used.
+    """
+    if kind not in KINDS or device.type != "cuda" or not chained()["CHAIN"]:
+        return False
+    random = torch.Generator(device).manual_seed(0)
+    weight = room_for(1, HIGH, 512, kind, torch.bfloat16, device)
+    _put_all(weight, [torch.randn((HIGH, 512), generator=random, device=device)])
+    x = torch.randn((FEW_ROWS, 512), generator=random, device=device).bfloat16()
+    results = []
+    for rows in (FEW_ROWS, 2 * FEW_ROWS):
+        out = torch.empty((1, FEW_ROWS, HIGH), device=device)
+        launch_multiply(x, weight, None, out, 1, Tile(rows, HIGH, weight.depth, 4, 4))
+        results.append(out)
+    return torch.equal(*results)
 
 
 def _put_all(packed: Packed, halves: Sequence[Tensor | Blocks]) -> None:
@@ -230,6 +254,7 @@ class Tile:
     stages: int
     spread: bool = False
     ahead: int = 0  # inputs whose weights are read before the kernel before this one has ended
+    early: int = 0  # inputs whose weights are fetched into the cache then
     described: bool = False  # a plain weight read through a tensor descriptor, HIGH outputs at a time
 
 
@@ -248,13 +273,8 @@ def one_segment(
             x_rows, there, w_rows, u_rows, s_rows, first, last, inputs,
             ROWS, OUTPUTS, INPUTS, GATED, EVEN, DESCRIBED,
         )  # fmt: skip
-    elif KIND == "mxfp4":
-        acc, up = _exact_segment(
-            x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
-            ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, IN_ONE, GATED, EVEN,
-        )  # fmt: skip
     else:
-        acc, up = _scaled_segment(
+        acc, up = _widened_segment(
             x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
             ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
         )  # fmt: skip
@@ -262,69 +282,69 @@ def one_segment(
 
 
 @triton.jit
-def _exact_segment(
+def _widened_segment(
     x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
-    IN_ONE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Of experts in MXFP4: the sums of a plain weight. Rows are zeros where tiles go on after the last input, and the
-    last tile stands in for those that a step has after it.
+    """Of a weight in fewer bits: the sums of a plain weight. Rows are zeros where tiles go on after the last input, and
+    the last tile stands in for those that a step has after it.
     """
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     c = tl.arange(0, DEPTH)[None, :]
     word = tl.arange(0, DEPTH // IN_ONE)[None, :]
+    if not GROUPED:
+        scale = tl.load(s_rows)
+        up_scale = tl.load(t_rows) if GATED else scale
     for start in range(first, last, INPUTS):
         for tile in tl.static_range(INPUTS // DEPTH):
             at = start + tile * DEPTH
             x = tl.trans(
                 tl.load(x_rows + at + c, mask=there if EVEN else there & (at + c < inputs), other=0.0)
             )
-            number = tl.minimum(at, last - DEPTH) // DEPTH * HIGH
+            number = (tl.minimum(at, last - DEPTH) if KIND == "mxfp4" else at) // DEPTH * HIGH
             words = number * (DEPTH // IN_ONE) + word
-            acc = tl.dot(widened_exactly(tl.load(w_rows + words), tl.load(s_rows + number), x.dtype), x, acc)
-            if GATED:
-                up = tl.dot(
-                    widened_exactly(tl.load(u_rows + words), tl.load(t_rows + number), x.dtype), x, up
-                )
-    return acc, up
-
-
-@triton.jit
-def _scaled_segment(
-    x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
-    KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Of a weight in fewer bits: tile by tile, a step being one tile or more."""
-    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    up = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    c = tl.arange(0, DEPTH)[None, :]
-    stored = tl.arange(0, DEPTH // IN_ONE)[None, :]
-    scale = tl.load(s_rows)
-    if GATED:
-        up_scale = tl.load(t_rows)
-    for start in range(first, last, INPUTS):
-        for tile in tl.static_range(INPUTS // DEPTH):
-            at = start + tile * DEPTH
-            x = tl.trans(
-                tl.load(x_rows + at + c, mask=there if EVEN else there & (at + c < inputs), other=0.0)
-            )
-            words = at // IN_ONE * HIGH + stored
             if GROUPED:
-                scale = tl.load(s_rows + at // DEPTH * HIGH)
-            acc = _add_scaled(acc, tl.dot(widened(tl.load(w_rows + words), KIND, x.dtype), x), scale)
+                scale = tl.load(s_rows + number)
+            if ROWS < 16:
+                x = tl.trans(_in_slots(tl.trans(x)))
+            acc = _added(acc, tl.load(w_rows + words), scale, x, ROWS, KIND)
             if GATED:
                 if GROUPED:
-                    up_scale = tl.load(t_rows + at // DEPTH * HIGH)
-                up = _add_scaled(up, tl.dot(widened(tl.load(u_rows + words), KIND, x.dtype), x), up_scale)
-    return acc, up
+                    up_scale = tl.load(t_rows + number)
+                up = _added(up, tl.load(u_rows + words), up_scale, x, ROWS, KIND)
+    return settled(acc, KIND), settled(up, KIND)
 
 
 @triton.jit
-def _add_scaled(acc, part, scale):
-    """acc + part * scale, rounded once, whatever the compiler makes of other sums."""
-    return tl.fma(part, tl.broadcast_to(scale.to(tl.float32)[:, None], part.shape), acc)
+def _added(acc, words, scale, x, ROWS: tl.constexpr, KIND: tl.constexpr):
+    w = _wide(words, scale, KIND, x.dtype)
+    if ROWS < 16:
+        w = _in_slots(w)
+    acc = tl.dot(w, x, acc)
+    if COMPILED:
+        # Reads the sums at once, so that a product ends before registers of the next one are written: the assembler
+        # would wait after each of its instructions else.
+        acc = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return acc
+
+
+@triton.jit
+def _in_slots(numbers):
+    """Inputs moved within 32 of them. Of fewer than 16 rows Triton 3.6 multiplies by `mma.sync`, and gives the first of
+    two instructions inputs 0, 1, 4, 5 and so on, the second 2, 3, 6, 7. After this the first adds the first 16, as
+    all others do. Nothing is moved by it, as registers are only named in another order.
+    """
+    cut = tl.reshape(numbers, (numbers.shape[0], numbers.shape[1] // 32, 2, 2, 4, 2))
+    return tl.reshape(tl.permute(cut, (0, 1, 3, 4, 2, 5)), numbers.shape)
+
+
+@triton.jit
+def _wide(words, scales, KIND: tl.constexpr, TO: tl.constexpr):
+    return widened_exactly(words, scales, TO) if KIND == "mxfp4" else widened(words, scales, KIND, TO)
 
 
 @triton.jit
@@ -390,6 +410,21 @@ def finished(
     return acc
 
 
+@triton.jit
+def _fetch(pointer, BYTES: tl.constexpr):
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .b32 t;
+        mov.u32 t, %tid.x;
+        setp.eq.u32 p, t, 0;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r", [pointer, BYTES], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 @kernel(do_not_specialize=["rows"])
 def _matmul_kernel(
     x, weight, scales, bias, out, rows, outputs, inputs, width, half, scales_half,
@@ -397,7 +432,7 @@ def _matmul_kernel(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
     GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr,
-    AHEAD: tl.constexpr, DESCRIBED: tl.constexpr, CHAIN: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, DESCRIBED: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
     row_tiles = tl.cdiv(rows, ROWS)
@@ -420,6 +455,14 @@ def _matmul_kernel(
     there = (m < rows)[:, None]
     first = part * SEGMENT
     last = tl.minimum(first + SEGMENT, width)
+    if EARLY > 0:
+        block_first = (
+            tl.minimum(tile // row_tiles * OUTPUTS // HIGH, (outputs - 1) // HIGH).to(tl.int64) * HIGH
+        )
+        begin = weight + block_first * (width // IN_ONE) + first // IN_ONE * HIGH
+        _fetch(begin, EARLY // IN_ONE * HIGH * 4)
+        if GATED:
+            _fetch(begin + half, EARLY // IN_ONE * HIGH * 4)
     if AHEAD > 0:
         last -= AHEAD
         ahead = tl.load(w_rows + last + tl.arange(0, AHEAD)[None, :])
@@ -542,6 +585,8 @@ def _quantised_tile(weight: Packed, rows: int) -> Tile:
     deep, gated, few = weight.depth, weight.gated, segments(weight) > 1
     step = deep if weight.width % (2 * deep) else 2 * deep
     more = weight.kind == "int4"  # half the bytes per stage: one stage more keeps as many bytes in flight
+    if rows <= FEW_ROWS and weight.few:
+        return Tile(FEW_ROWS, 64, deep, 4, 6, few)
     if rows <= 16:
         return Tile(16, 64, step, 4, (3 if gated else 4) + more, few)
     if rows <= 32:
@@ -602,7 +647,13 @@ def kernel_arguments(
         data.stride(0), 0 if weight.scales is None else weight.scales.stride(0),
     )  # fmt: skip
     options = kernel_options(weight, bias, pieces, tile)
-    return given, {**options, "AHEAD": tile.ahead, "DESCRIBED": tile.described, **chained()}
+    return given, {
+        **options,
+        "AHEAD": tile.ahead,
+        "EARLY": tile.early,
+        "DESCRIBED": tile.described,
+        **chained(),
+    }
 
 
 def kernel_options(weight: Packed, bias: Tensor | None, pieces: int, tile: Tile) -> dict[str, Any]:
@@ -614,6 +665,35 @@ def kernel_options(weight: Packed, bias: Tensor | None, pieces: int, tile: Tile)
         GATED=weight.gated, BIASED=bias is not None, EVEN=weight.inputs == weight.width,
         ACTIVATION=weight.activation, CLAMP=weight.clamp,
         num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@kernel
+def _widen_kernel(
+    weight, scales, out, width, HIGH: tl.constexpr, DEPTH: tl.constexpr, KIND: tl.constexpr, IN_ONE: tl.constexpr,
+    GROUPED: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    """A tile of a weight in fewer bits -> the bfloat16 it stands for, row by row."""
+    let_next_start(CHAIN)
+    deep = width // DEPTH
+    tile = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, HIGH)[:, None]
+    each: tl.constexpr = DEPTH // IN_ONE
+    words = tl.load(weight + (tile * HIGH + n) * each + tl.arange(0, each)[None, :])
+    by = tl.load(scales + (tile if GROUPED else tile // deep) * HIGH + tl.arange(0, HIGH))
+    numbers = settled(_wide(words, by, KIND, out.dtype.element_ty), KIND)
+    await_previous(CHAIN)
+    to = (tile // deep * HIGH + n) * width + tile % deep * DEPTH + tl.arange(0, DEPTH)[None, :]
+    tl.store(out + to, numbers.to(out.dtype.element_ty))
+
+
+def widen(weight: Packed, out: Tensor) -> None:
+    """What a weight in fewer bits stands for into `out`, as long as `weight.rows` of a plain weight."""
+    data, scales = weight.data, weight.scales
+    assert scales is not None
+    _widen_kernel[(data[..., 0, 0].numel(),)](
+        data, scales, out, weight.width, HIGH=HIGH, DEPTH=weight.depth, KIND=weight.kind,
+        IN_ONE=_inputs_in_one(weight.kind), GROUPED=scales.shape[2] > 1, num_warps=4, **chained(),
     )  # fmt: skip
 
 
