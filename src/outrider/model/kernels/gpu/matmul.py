@@ -254,8 +254,8 @@ class Tile:
     stages: int
     spread: bool = False
     ahead: int = 0  # inputs whose weights are read before the kernel before this one has ended
-    early: int = 0  # inputs whose weights are fetched into the cache then
     described: bool = False  # a plain weight read through a tensor descriptor, HIGH outputs at a time
+    late: bool = False  # the next kernel may start once the kernel before this one has ended, not at once
 
 
 @triton.jit
@@ -410,21 +410,6 @@ def finished(
     return acc
 
 
-@triton.jit
-def _fetch(pointer, BYTES: tl.constexpr):
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .b32 t;
-        mov.u32 t, %tid.x;
-        setp.eq.u32 p, t, 0;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r", [pointer, BYTES], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 @kernel(do_not_specialize=["rows"])
 def _matmul_kernel(
     x, weight, scales, bias, out, rows, outputs, inputs, width, half, scales_half,
@@ -432,9 +417,9 @@ def _matmul_kernel(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
     GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr, DESCRIBED: tl.constexpr, CHAIN: tl.constexpr,
+    AHEAD: tl.constexpr, LATE: tl.constexpr, DESCRIBED: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(CHAIN)
+    let_next_start(CHAIN and not LATE)
     row_tiles = tl.cdiv(rows, ROWS)
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -455,18 +440,11 @@ def _matmul_kernel(
     there = (m < rows)[:, None]
     first = part * SEGMENT
     last = tl.minimum(first + SEGMENT, width)
-    if EARLY > 0:
-        block_first = (
-            tl.minimum(tile // row_tiles * OUTPUTS // HIGH, (outputs - 1) // HIGH).to(tl.int64) * HIGH
-        )
-        begin = weight + block_first * (width // IN_ONE) + first // IN_ONE * HIGH
-        _fetch(begin, EARLY // IN_ONE * HIGH * 4)
-        if GATED:
-            _fetch(begin + half, EARLY // IN_ONE * HIGH * 4)
     if AHEAD > 0:
         last -= AHEAD
         ahead = tl.load(w_rows + last + tl.arange(0, AHEAD)[None, :])
     await_previous(CHAIN)
+    let_next_start(CHAIN and LATE)
     if AHEAD > 0:
         ahead_x = tl.load(x_rows + last + tl.arange(0, AHEAD)[None, :], mask=there, other=0.0)
     acc, up = one_segment(
@@ -492,7 +470,11 @@ def segments(weight: Packed) -> int:
     blocks = -(-outputs // HIGH)
     if weight.gated or outputs > WIDEST_CUT:
         return 1
-    if weight.kind not in KINDS and blocks >= LARGE:
+    if weight.kind in KINDS:
+        wanted = 3 * ENOUGH_BLOCKS if outputs > weight.inputs else 2 * ENOUGH_BLOCKS
+        if weight.kind == "int4" and blocks >= LARGE and weight.inputs > 2 * outputs:
+            wanted = 7 * ENOUGH_BLOCKS // 2
+    elif blocks >= LARGE:
         wanted = ENOUGH_UNSPREAD
     elif outputs > weight.inputs:
         wanted = 3 * ENOUGH_BLOCKS
@@ -585,8 +567,6 @@ def _quantised_tile(weight: Packed, rows: int) -> Tile:
     deep, gated, few = weight.depth, weight.gated, segments(weight) > 1
     step = deep if weight.width % (2 * deep) else 2 * deep
     more = weight.kind == "int4"  # half the bytes per stage: one stage more keeps as many bytes in flight
-    if rows <= FEW_ROWS and weight.few:
-        return Tile(FEW_ROWS, 64, deep, 4, 6, few)
     if rows <= 16:
         return Tile(16, 64, step, 4, (3 if gated else 4) + more, few)
     if rows <= 32:
@@ -650,7 +630,7 @@ def kernel_arguments(
     return given, {
         **options,
         "AHEAD": tile.ahead,
-        "EARLY": tile.early,
+        "LATE": tile.late,
         "DESCRIBED": tile.described,
         **chained(),
     }
