@@ -276,8 +276,7 @@ def _launch_kinds(every: bool) -> None:
         few = ((1, linear, (300,)), (2, gated_linear, (64,)))[i % 2]
         for halves, multiply, counts in methods if every else [few]:
             weight = room_for(halves, 4096, 4096, kind, torch.bfloat16, "cpu")
-            weight.few = kind in KINDS
-            if weight.few:
+            if kind in KINDS:
                 widen(weight, torch.empty((halves * 4096, 4096), dtype=torch.bfloat16))
             for rows in counts:
                 multiply(torch.empty((rows, 4096), dtype=torch.bfloat16), weight)

@@ -19,7 +19,7 @@ from outrider.model.rope import rope_tables
 from tests.model.batches import Part, furthest, random_ids
 from tests.model.gpu.conftest import DEVICE
 from tests.model.gpu.test_decoder import HalfReader
-from tests.model.gpu.test_kernels import HALF, noise
+from tests.model.gpu.test_kernels import HALF
 from tests.tiny import VOCAB, random_tensors, tiny_config
 
 COUNTS = (128, 192)

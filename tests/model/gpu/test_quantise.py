@@ -140,20 +140,6 @@ def test_a_weight_is_written_out_as_what_it_stands_for(device: str, kind: str) -
     assert torch.equal(out.unflatten(0, (2, -1))[:, :70, :320].flatten(0, 1).float(), weight.unpacked())
 
 
-@pytest.mark.gpu
-@FEWER
-def test_tiles_of_few_rows_are_used_where_they_have_the_bits_of_larger_ones(device: str, kind: str) -> None:
-    """On Hopper with Triton 3.6; with other releases of the compiler they may not be."""
-    weight = matmul.pack(noise(192, 2048).to(device), kind=kind)
-    x = noise(16, 2048, seed=2).to(HALF).to(device)
-    results = []
-    for rows in (8, 16):
-        out = torch.empty((4, 16, 192), device=device)
-        matmul.launch_multiply(x, weight, None, out, 4, matmul.Tile(rows, 64, 128, 4, 4, True))
-        results.append(out)
-    assert torch.equal(*results) == weight.few == (torch.cuda.get_device_capability() == (9, 0))
-
-
 NARROW = [("fp8", True, 128, EDGES), ("int8", True, 128, EDGES), ("int4", False, 128, EDGES)]
 WIDE = [("int8", False, 768, EDGES), ("int4", True, 768, (1, 17))]
 

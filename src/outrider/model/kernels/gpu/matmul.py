@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,9 +48,6 @@ WIDEST_CUT = 8192  # outputs of a weight that has segments at all
 ENOUGH_UNSPREAD = 96  # blocks of a tile of up to 64 rows that do as well alone
 LARGE = 64  # blocks of a plain weight: few rows lose nothing by fewer segments, and sums of many rows are read sooner
 SPREAD_ROWS = 2048  # up to which partial sums are worth their memory
-FEW_ROWS = (
-    8  # of a tile that the tensor core adds with an instruction of its own, if a weight is in fewer bits
-)
 AT_ONCE = 64  # blocks of HIGH outputs that are packed together; more would only take more memory
 
 
@@ -70,7 +67,6 @@ class Packed:
     library: Library | None = None  # for passes of many rows
     whole: int = 0  # outputs of all ranks' parts, which decide the order of sums; 0: `outputs`
     experts: int = 1  # `outputs` are one's
-    few: bool = False  # whether tiles of FEW_ROWS rows give its bits, too
     activation: str = "silu"  # of the gate, if there is one: one of config.ACTIVATIONS, or CLAMPED
     clamp: float = 0.0  # as LayerSpec has it
 
@@ -171,7 +167,7 @@ def pack(
     like = halves[0]
     outputs, inputs = like.shape
     packed = room_for(len(halves), outputs, inputs, kind, dtype or like.dtype, device or like.device)
-    packed.whole, packed.few = whole, few_rows_agree(kind, packed.data.device)
+    packed.whole = whole
     _put_all(packed, halves)
     return packed
 
@@ -195,25 +191,6 @@ def pack_experts(
         _put_all(packed.of_expert(number), halves)
     assert packed is not None
     return packed
-
-
-@cache
-def few_rows_agree(kind: str, device: torch.device) -> bool:
-    """Whether a tile of FEW_ROWS rows gives the bits of a larger one. That depends on what a release of the compiler
-    makes of so few rows (`_in_slots`), so it is tried before anything is used.
-    """
-    if kind not in KINDS or device.type != "cuda" or not chained()["CHAIN"]:
-        return False
-    random = torch.Generator(device).manual_seed(0)
-    weight = room_for(1, HIGH, 512, kind, torch.bfloat16, device)
-    _put_all(weight, [torch.randn((HIGH, 512), generator=random, device=device)])
-    x = torch.randn((FEW_ROWS, 512), generator=random, device=device).bfloat16()
-    results = []
-    for rows in (FEW_ROWS, 2 * FEW_ROWS):
-        out = torch.empty((1, FEW_ROWS, HIGH), device=device)
-        launch_multiply(x, weight, None, out, 1, Tile(rows, HIGH, weight.depth, 4, 4))
-        results.append(out)
-    return torch.equal(*results)
 
 
 def _put_all(packed: Packed, halves: Sequence[Tensor | Blocks]) -> None:
@@ -255,7 +232,6 @@ class Tile:
     spread: bool = False
     ahead: int = 0  # inputs whose weights are read before the kernel before this one has ended
     described: bool = False  # a plain weight read through a tensor descriptor, HIGH outputs at a time
-    late: bool = False  # the next kernel may start once the kernel before this one has ended, not at once
 
 
 @triton.jit
@@ -307,22 +283,17 @@ def _widened_segment(
             words = number * (DEPTH // IN_ONE) + word
             if GROUPED:
                 scale = tl.load(s_rows + number)
-            if ROWS < 16:
-                x = tl.trans(_in_slots(tl.trans(x)))
-            acc = _added(acc, tl.load(w_rows + words), scale, x, ROWS, KIND)
+            acc = _added(acc, tl.load(w_rows + words), scale, x, KIND)
             if GATED:
                 if GROUPED:
                     up_scale = tl.load(t_rows + number)
-                up = _added(up, tl.load(u_rows + words), up_scale, x, ROWS, KIND)
+                up = _added(up, tl.load(u_rows + words), up_scale, x, KIND)
     return settled(acc, KIND), settled(up, KIND)
 
 
 @triton.jit
-def _added(acc, words, scale, x, ROWS: tl.constexpr, KIND: tl.constexpr):
-    w = _wide(words, scale, KIND, x.dtype)
-    if ROWS < 16:
-        w = _in_slots(w)
-    acc = tl.dot(w, x, acc)
+def _added(acc, words, scale, x, KIND: tl.constexpr):
+    acc = tl.dot(_wide(words, scale, KIND, x.dtype), x, acc)
     if COMPILED:
         # Reads the sums at once, so that a product ends before registers of the next one are written: the assembler
         # would wait after each of its instructions else.
@@ -330,16 +301,6 @@ def _added(acc, words, scale, x, ROWS: tl.constexpr, KIND: tl.constexpr):
             "mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=True, pack=1
         )
     return acc
-
-
-@triton.jit
-def _in_slots(numbers):
-    """Inputs moved within 32 of them. Of fewer than 16 rows Triton 3.6 multiplies by `mma.sync`, and gives the first of
-    two instructions inputs 0, 1, 4, 5 and so on, the second 2, 3, 6, 7. After this the first adds the first 16, as
-    all others do. Nothing is moved by it, as registers are only named in another order.
-    """
-    cut = tl.reshape(numbers, (numbers.shape[0], numbers.shape[1] // 32, 2, 2, 4, 2))
-    return tl.reshape(tl.permute(cut, (0, 1, 3, 4, 2, 5)), numbers.shape)
 
 
 @triton.jit
@@ -417,9 +378,9 @@ def _matmul_kernel(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
     GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr,
-    AHEAD: tl.constexpr, LATE: tl.constexpr, DESCRIBED: tl.constexpr, CHAIN: tl.constexpr,
+    AHEAD: tl.constexpr, DESCRIBED: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(CHAIN and not LATE)
+    let_next_start(CHAIN)
     row_tiles = tl.cdiv(rows, ROWS)
     tile = tl.program_id(0)
     part = tl.program_id(1)
@@ -444,7 +405,6 @@ def _matmul_kernel(
         last -= AHEAD
         ahead = tl.load(w_rows + last + tl.arange(0, AHEAD)[None, :])
     await_previous(CHAIN)
-    let_next_start(CHAIN and LATE)
     if AHEAD > 0:
         ahead_x = tl.load(x_rows + last + tl.arange(0, AHEAD)[None, :], mask=there, other=0.0)
     acc, up = one_segment(
@@ -471,9 +431,7 @@ def segments(weight: Packed) -> int:
     if weight.gated or outputs > WIDEST_CUT:
         return 1
     if weight.kind in KINDS:
-        wanted = 3 * ENOUGH_BLOCKS if outputs > weight.inputs else 2 * ENOUGH_BLOCKS
-        if weight.kind == "int4" and blocks >= LARGE and weight.inputs > 2 * outputs:
-            wanted = 7 * ENOUGH_BLOCKS // 2
+        wanted = _blocks_wanted(weight, outputs)
     elif blocks >= LARGE:
         wanted = ENOUGH_UNSPREAD
     elif outputs > weight.inputs:
@@ -484,12 +442,23 @@ def segments(weight: Packed) -> int:
     return -(-weight.width // segment_length(weight.width, pieces))  # none of them empty
 
 
+def _blocks_wanted(weight: Packed, outputs: int) -> int:
+    """Of a weight in fewer bits. A block waits for memory longer than it reads, so more of them read faster; in four
+    bits most of all.
+    """
+    four = weight.kind == "int4"
+    if outputs > weight.inputs:
+        return 3 * ENOUGH_BLOCKS if four else 3 * ENOUGH_BLOCKS // 2
+    many = four and outputs >= HIGH * LARGE and weight.inputs > 2 * outputs
+    return 7 * ENOUGH_BLOCKS // 2 if many else 2 * ENOUGH_BLOCKS
+
+
 def segment_length(width: int, pieces: int) -> int:
     return -(-width // (pieces * GRAIN)) * GRAIN
 
 
 def choose_tile(weight: Packed, rows: int) -> Tile:
-    """The quickest of the tiles that were measured (LOG.md); those for fewer bits were chosen by their instructions."""
+    """The quickest of the tiles that were measured (LOG.md)."""
     if weight.kind in KINDS:
         return _quantised_tile(weight, rows)
     deep, gated, few = weight.depth, weight.gated, segments(weight) > 1
@@ -564,15 +533,17 @@ def _quantised_tile(weight: Packed, rows: int) -> Tile:
     Numbers are made in registers, so the blocks must be small enough for two to share a multiprocessor: one makes
     numbers while the other waits for the tensor core.
     """
-    deep, gated, few = weight.depth, weight.gated, segments(weight) > 1
+    deep, gated, few, four = weight.depth, weight.gated, segments(weight) > 1, weight.kind == "int4"
     step = deep if weight.width % (2 * deep) else 2 * deep
-    more = weight.kind == "int4"  # half the bytes per stage: one stage more keeps as many bytes in flight
     if rows <= 16:
-        return Tile(16, 64, step, 4, (3 if gated else 4) + more, few)
+        return Tile(16, 64, step, 4, 3 + four if gated else 4, few)
     if rows <= 32:
-        return Tile(32, 64, step, 4, 3 + more, few)
+        return Tile(32, 64, step, 4, 3, few)
     if rows <= 64:
-        return Tile(64, 64, deep, 4, 4, few)
+        long = four and few and weight.inputs > 2 * weight.outputs
+        if not gated and (long or weight.outputs > WIDEST_CUT):
+            return Tile(64, 128, deep, 8, 3, few)
+        return Tile(64, 64, deep, 4, 3 if four and few and weight.outputs > weight.inputs else 4, few)
     spread = few and rows <= SPREAD_ROWS
     if gated or few > spread:  # two sums an output in registers
         return Tile(64, 128, deep, 8, 4)
@@ -627,13 +598,7 @@ def kernel_arguments(
         data.stride(0), 0 if weight.scales is None else weight.scales.stride(0),
     )  # fmt: skip
     options = kernel_options(weight, bias, pieces, tile)
-    return given, {
-        **options,
-        "AHEAD": tile.ahead,
-        "LATE": tile.late,
-        "DESCRIBED": tile.described,
-        **chained(),
-    }
+    return given, {**options, "AHEAD": tile.ahead, "DESCRIBED": tile.described, **chained()}
 
 
 def kernel_options(weight: Packed, bias: Tensor | None, pieces: int, tile: Tile) -> dict[str, Any]:
