@@ -41,6 +41,7 @@ STEP, DRAW, ROWS = (f"model/kernels/gpu/{name}.py" for name in ("step_ops", "dra
 ATTENTION, ROUTING, PRODUCTS = (
     f"model/kernels/gpu/{name}.py" for name in ("attention", "routing", "experts")
 )
+FEWER = "model/kernels/gpu/quantise.py"
 PLANNER, EXPERTS = "control/planner.py", "control/experts.py"
 RUNNER, PASSES = "engine/graph_runner.py", "(row == spare) | (commits == 0), length, length + passes"
 
@@ -77,6 +78,20 @@ FAULTS = [
     Fault("a piece of an expert by its neighbour's scale", "model/kernels/gpu/mxfp4.py", "last, four >> 24",
           "last, four >> 16",
           "model/gpu/test_families.py::test_products_have_the_bits_of_the_dequantised_weight"),
+    # Weights in fewer bits.
+    Fault("a weight that is cut off, not rounded", FEWER, "(bits + 0x7FFF + ((bits >> 16) & 1)) & -65536",
+          "bits & -65536", "model/gpu/test_quantise.py::test_products_have_the_bits_of_the_dequantised_weight"),
+    Fault("ties of a weight rounded away from zero", FEWER, "0x7FFF + ((bits >> 16) & 1)", "0x8000",
+          "model/gpu/test_quantise.py::test_products_have_the_bits_of_the_dequantised_weight"),
+    Fault("signs of neighbours swapped", FEWER, "((words << 28) & -0x80000000) | (words >> 4) & 0x8000",
+          "((words << 12) & -0x80000000) | (words << 12) & 0x8000",
+          "model/gpu/test_quantise.py::test_products_have_the_bits_of_the_dequantised_weight"),
+    Fault("the library reads what another weight left", "model/kernels/gpu/library.py", "            self.fill()\n",
+          "            pass\n",
+          "model/gpu/test_library.py::test_weights_in_fewer_bits_are_written_out_for_the_library"),
+    Fault("a tile's scale for the whole output", "model/kernels/gpu/matmul.py",
+          "(tile if GROUPED else tile // deep) * HIGH", "tile // deep * HIGH",
+          "model/gpu/test_quantise.py::test_a_weight_is_written_out_as_what_it_stands_for"),
     # Mixtures of experts.
     Fault("rows of a sequence that share no experts", EXPERTS, "rows**self.chain.exponent", "rows",
           "control/test_experts.py::test_what_rows_share_is_learned_from_counts"),

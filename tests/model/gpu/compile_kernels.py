@@ -257,7 +257,7 @@ def _launch_kinds(every: bool) -> None:
     from outrider.model.device import DeviceDecoder, DevicePass
     from outrider.model.kernels.gpu.kernels import GpuKernels
     from outrider.model.kernels.gpu.library import Library
-    from outrider.model.kernels.gpu.matmul import gated_linear, linear, room_for
+    from outrider.model.kernels.gpu.matmul import gated_linear, linear, room_for, widen
     from outrider.model.kernels.gpu.quantise import KINDS
     from outrider.model.rope import rope_tables
     from tests.tiny import random_tensors, tiny_config
@@ -279,6 +279,8 @@ def _launch_kinds(every: bool) -> None:
         few = ((1, linear, (300,)), (2, gated_linear, (64,)))[i % 2]
         for halves, multiply, counts in methods if every else [few]:
             weight = room_for(halves, 4096, 4096, kind, torch.bfloat16, "cpu")
+            if kind in KINDS:
+                widen(weight, torch.empty((halves * 4096, 4096), dtype=torch.bfloat16))
             for rows in counts:
                 multiply(torch.empty((rows, 4096), dtype=torch.bfloat16), weight)
 

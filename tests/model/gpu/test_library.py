@@ -19,7 +19,7 @@ from outrider.model.rope import rope_tables
 from tests.model.batches import Part, furthest, random_ids
 from tests.model.gpu.conftest import DEVICE
 from tests.model.gpu.test_decoder import HalfReader
-from tests.model.gpu.test_kernels import HALF, noise
+from tests.model.gpu.test_kernels import HALF
 from tests.tiny import VOCAB, random_tensors, tiny_config
 
 COUNTS = (128, 192)
@@ -34,6 +34,7 @@ def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(same_bits, "SEEDS", (0,))
     monkeypatch.setattr(same_bits, "GATED_FROM", 0)
     monkeypatch.setattr(same_bits, "ONE_BY_ONE", 0)
+    monkeypatch.setattr(same_bits, "WIDENED_FROM", 0)
     monkeypatch.setattr(same_bits, "trial_rows", lambda rows, weight, seed: whole(rows, weight.inputs))
 
 
@@ -171,12 +172,36 @@ def test_the_library_reads_the_weights_where_our_kernels_do() -> None:
         assert torch.equal(whole_halves, weight.unpacked())
 
 
-def test_short_segments_and_fewer_bits_stay_with_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_weights_in_fewer_bits_are_written_out_for_the_library(kind: str) -> None:
+    """Whichever of them had their room before."""
+    made = []
+    for outputs, inputs, halves in ((70, 256, 1), (70, 128, 2), (40, 128, 1)):
+        numbers = whole(halves * outputs, inputs, seed=outputs).clamp(-7, 7).float()
+        numbers[:, ::64] = {"int8": 127, "int4": -8}[kind]  # so that a scale is 1
+        made.append(matmul.pack(*numbers.chunk(halves), kind=kind))
+    expected = []
+    for weight in made:
+        times = matmul.gated_linear if weight.gated else matmul.linear
+        expected.append(times(whole(100, weight.inputs), weight))
+    product = Product()
+    adopted = same_bits.adopt_library([(weight, None) for weight in made], product)
+    assert not adopted.differing and len(adopted.shapes) == 3
+    for weight, result in [*zip(made, expected, strict=True)] * 2:
+        times = matmul.gated_linear if weight.gated else matmul.linear
+        product.asked.clear()
+        assert torch.equal(times(whole(128, weight.inputs), weight, rows=100)[:100], result)
+        assert product.asked == [(1, 128)]
+
+
+def test_short_segments_and_heads_in_fewer_bits_stay_with_our_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cut(monkeypatch, 2)
     monkeypatch.setattr(same_bits, "SHORTEST_SEGMENT", 512)
-    short, fewer = packed(64, 512), matmul.pack(noise(64, 512).to(DEVICE), kind="int8")
-    made = same_bits.adopt_library([(short, None), (fewer, None)], Product())
-    assert made.refused.startswith("no weight") and short.library is None and fewer.library is None
+    short, head = packed(64, 512), matmul.room_for(1, 128_256, 1024, "int8", HALF, "meta")
+    made = same_bits.adopt_library([(short, None), (head, None)], Product())
+    assert made.refused.startswith("no weight") and short.library is None and head.library is None
 
 
 def test_the_library_is_asked_where_it_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -23,8 +24,8 @@ from outrider.model.kernels.gpu import kernels as gpu_kernels
 from outrider.model.kernels.gpu import matmul
 from outrider.model.kernels.gpu.kernels import GpuKernels
 from outrider.model.kernels.gpu.quantise import KINDS, dequantised, quantised
+from outrider.model.kernels.gpu.same_bits import adopt_library
 from outrider.model.rope import rope_tables
-from tests.load.tiny import write_folder
 from tests.model.batches import Part, furthest, random_ids
 from tests.model.gpu.test_decoder import HalfReader
 from tests.model.gpu.test_kernels import HALF, TREE, noise
@@ -107,6 +108,59 @@ def test_linear(device: str, kind: str, inputs: int, biased: bool) -> None:
     bias = noise(80, seed=1).to(device) if biased else None
     x = noise(20, inputs, seed=2).to(HALF).to(device)
     assert furthest(matmul.linear(x, weight, bias), matmul.linear_twin(x, weight, bias)) < 1e-5
+
+
+@FEWER
+@pytest.mark.parametrize(("inputs", "halves", "pieces"), [(96, 2, 1), (768, 1, 2)])
+def test_products_have_the_bits_of_the_dequantised_weight(
+    device: str, kind: str, inputs: int, halves: int, pieces: int
+) -> None:
+    """A scale is a bfloat16 and a product with it is rounded to one, also where it lies between two."""
+    outputs = 80
+    given = [noise(outputs, inputs, seed=i).to(device) * 3.0**i for i in range(halves)]
+    weight = matmul.pack(*given, kind=kind)
+    whole = weight.unpacked()
+    assert torch.equal(whole.bfloat16().float(), whole)
+    padding = matmul.pack(*F.pad(whole, (0, weight.width - inputs)).to(HALF).chunk(halves))
+    x = noise(5, inputs, seed=9).to(HALF).to(device)
+    results = []
+    for one in (weight, padding):
+        out = torch.empty((pieces, 5, outputs), device=device, dtype=HALF if halves == 2 else torch.float32)
+        tile = matmul.Tile(16, 64, weight.depth, 4, 2, pieces > 1)
+        matmul.launch_multiply(F.pad(x, (0, one.inputs - inputs)), one, None, out, pieces, tile)
+        results.append(out)
+    assert torch.equal(*results)
+
+
+@FEWER
+def test_a_weight_is_written_out_as_what_it_stands_for(device: str, kind: str) -> None:
+    weight = matmul.pack(*noise(140, 320).to(device).chunk(2), kind=kind)
+    out = torch.full((2 * 128, weight.width), torch.nan, dtype=torch.bfloat16, device=device)
+    matmul.widen(weight, out)
+    assert torch.equal(out.unflatten(0, (2, -1))[:, :70, :320].flatten(0, 1).float(), weight.unpacked())
+
+
+@pytest.mark.gpu
+@FEWER
+@pytest.mark.parametrize("shape", [(4096, 4096, 1), (1536, 4096, 2), (4096, 14_336, 1)])
+def test_every_tile_and_the_library_have_the_bits_of_the_dequantised_weight(
+    device: str, kind: str, shape: tuple[int, int, int]
+) -> None:
+    outputs, inputs, halves = shape
+    made = [noise(outputs, inputs, seed=i).to(device) * 0.02 for i in range(halves)]
+    weight = matmul.pack(*made, kind=kind)
+    plain, pieces = matmul.pack(*weight.unpacked().to(HALF).chunk(halves)), matmul.segments(weight)
+    x = noise(1024, inputs, seed=9).to(HALF).to(device)
+    out = torch.empty((pieces, 1024, outputs), device=device, dtype=HALF if halves == 2 else torch.float32)
+    matmul.launch_multiply(x, plain, None, out, pieces, matmul.Tile(16, 64, 128, 4, 3, pieces > 1))
+    expected = matmul.add_parts(out)
+    run = matmul.gated_linear if halves == 2 else matmul.linear
+    for rows in (1, 16, 17, 33, 64, 65, 130, 512):
+        assert torch.equal(run(x[:rows], weight), expected[:rows]), rows
+    adopted = adopt_library([(weight, None)])
+    assert weight.library is not None and not adopted.differing, adopted.describe()
+    for rows in (512, 1000):
+        assert torch.equal(run(x, weight, rows=rows)[:rows], expected[:rows]), rows
 
 
 NARROW = [("fp8", True, 128, EDGES), ("int8", True, 128, EDGES), ("int4", False, 128, EDGES)]
@@ -256,7 +310,7 @@ def test_memory_is_counted_as_it_is_taken(device: str) -> None:
     assert sizes["bfloat16"] == 2 * (layer + ends)
     scales = 4 * (3 * 256 + 256 + 2 * 512 + 256 + 128)
     assert sizes["fp8"] == sizes["int8"] == layer + ends + 2 * ends + scales
-    assert sizes["int4"] == layer // 2 + 2 * layer // 128 + 3 * ends + 4 * 128
+    assert sizes["int4"] == layer // 2 + 4 * layer // 128 + 3 * ends + 4 * 128
 
 
 def test_fp8_needs_a_device_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +326,8 @@ def test_a_model_is_loaded_as_the_settings_say(
     asked: str, loaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As far as can be seen without a device: with what the loader is called."""
+    from tests.load.tiny import write_folder  # needs gguf, which not every machine with a card has
+
     seen, asked_library = [], []  # the second: a call for each target
 
     def load(*given):

@@ -48,6 +48,7 @@ class Library:
     rows: Tensor  # [outputs, inputs], where our kernels read it; a padded gate over a padded up
     counts: frozenset[int]  # of rows
     product: Product
+    fill: Callable[[], None] | None = None  # of a weight in fewer bits: writes `rows`, which weights share
 
     def multiply(self, x: Tensor, segment: int, bias: Tensor | None, out: Tensor) -> None:
         """As matmul.multiply with every segment in a part of its own; segments are `segment` inputs long."""
@@ -70,6 +71,8 @@ class Library:
 
     def _segments(self, x: Tensor, segment: int, out: Tensor) -> None:
         inputs = x.shape[1]
+        if self.fill is not None:
+            self.fill()
         if inputs % segment == 0:
             self.product(_cut(x, segment), _cut(self.rows, segment), out)
             return

@@ -8,9 +8,9 @@ change with the number of rows, because the tensor core adds each output by itse
 A weight takes the tensor core's tall side, so that one row wastes little. A plain weight lies row by row, padded with
 zeros, so that cuBLASLt can read it, too (library.py).
 
-A weight in fewer bits (quantise.py) lies as the kernels read it: 64 outputs by `depth` inputs at a time, each such
-tile contiguous. It has sums of its own tile by tile: each tile's sum starts from zero, is multiplied
-by its scale and added to the segment's in one operation. So a scale never meets a sum that rows or segments decide.
+A weight in fewer bits (quantise.py, mxfp4.py) lies as the kernels read it: 64 outputs by `depth` inputs at a time, each
+such tile contiguous. In registers it becomes the bfloat16 that it stands for, so a product has that matrix's bits.
+For many rows the library multiplies it, once it has been written out as such a matrix.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
@@ -38,7 +38,7 @@ from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
 from outrider.model.kernels.gpu.library import Library, gated, padded_rows
 from outrider.model.kernels.gpu.mxfp4 import widened_exactly
-from outrider.model.kernels.gpu.quantise import KINDS, dequantised, quantised, widened
+from outrider.model.kernels.gpu.quantise import COMPILED, KINDS, dequantised, quantised, settled, widened
 
 GRAIN = 256  # a segment is a multiple of it, so that every tile depth fits
 HIGH = 64  # outputs of a stored tile: the height of Hopper's tensor core
@@ -145,10 +145,11 @@ def room_for(
     if kind not in KINDS:
         data = torch.empty((halves, blocks, 1, HIGH, deep * depth), dtype=dtype, device=device)
         return Packed(data, outputs, inputs, kind, experts=experts)
-    how, shape = KINDS[kind], (halves, blocks, deep, HIGH, depth // _inputs_in_one(kind))
-    groups = (halves, blocks, deep if how.grouped else 1, HIGH)
-    scales = torch.empty(groups, dtype=how.scale, device=device)
-    data = torch.empty(shape, dtype=how.dtype, device=device)
+    tiles = (halves, blocks, deep, HIGH)
+    scales = torch.empty(
+        tiles if KINDS[kind].grouped else (halves, blocks, 1, HIGH), dtype=torch.int32, device=device
+    )
+    data = torch.empty((*tiles, depth // _inputs_in_one(kind)), dtype=torch.int32, device=device)
     return Packed(data, outputs, inputs, kind, scales, experts=experts)
 
 
@@ -248,13 +249,8 @@ def one_segment(
             x_rows, there, w_rows, u_rows, s_rows, first, last, inputs,
             ROWS, OUTPUTS, INPUTS, GATED, EVEN, DESCRIBED,
         )  # fmt: skip
-    elif KIND == "mxfp4":
-        acc, up = _exact_segment(
-            x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
-            ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, IN_ONE, GATED, EVEN,
-        )  # fmt: skip
     else:
-        acc, up = _scaled_segment(
+        acc, up = _widened_segment(
             x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
             ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
         )  # fmt: skip
@@ -262,69 +258,54 @@ def one_segment(
 
 
 @triton.jit
-def _exact_segment(
+def _widened_segment(
     x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
-    IN_ONE: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Of experts in MXFP4: the sums of a plain weight. Rows are zeros where tiles go on after the last input, and the
-    last tile stands in for those that a step has after it.
+    """Of a weight in fewer bits: the sums of a plain weight. Rows are zeros where tiles go on after the last input, and
+    the last tile stands in for those that a step has after it.
     """
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     c = tl.arange(0, DEPTH)[None, :]
     word = tl.arange(0, DEPTH // IN_ONE)[None, :]
+    if not GROUPED:
+        scale = tl.load(s_rows)
+        up_scale = tl.load(t_rows) if GATED else scale
     for start in range(first, last, INPUTS):
         for tile in tl.static_range(INPUTS // DEPTH):
             at = start + tile * DEPTH
             x = tl.trans(
                 tl.load(x_rows + at + c, mask=there if EVEN else there & (at + c < inputs), other=0.0)
             )
-            number = tl.minimum(at, last - DEPTH) // DEPTH * HIGH
+            number = (tl.minimum(at, last - DEPTH) if KIND == "mxfp4" else at) // DEPTH * HIGH
             words = number * (DEPTH // IN_ONE) + word
-            acc = tl.dot(widened_exactly(tl.load(w_rows + words), tl.load(s_rows + number), x.dtype), x, acc)
-            if GATED:
-                up = tl.dot(
-                    widened_exactly(tl.load(u_rows + words), tl.load(t_rows + number), x.dtype), x, up
-                )
-    return acc, up
-
-
-@triton.jit
-def _scaled_segment(
-    x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
-    KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Of a weight in fewer bits: tile by tile, a step being one tile or more."""
-    acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    up = tl.zeros((OUTPUTS, ROWS), tl.float32)
-    c = tl.arange(0, DEPTH)[None, :]
-    stored = tl.arange(0, DEPTH // IN_ONE)[None, :]
-    scale = tl.load(s_rows)
-    if GATED:
-        up_scale = tl.load(t_rows)
-    for start in range(first, last, INPUTS):
-        for tile in tl.static_range(INPUTS // DEPTH):
-            at = start + tile * DEPTH
-            x = tl.trans(
-                tl.load(x_rows + at + c, mask=there if EVEN else there & (at + c < inputs), other=0.0)
-            )
-            words = at // IN_ONE * HIGH + stored
             if GROUPED:
-                scale = tl.load(s_rows + at // DEPTH * HIGH)
-            acc = _add_scaled(acc, tl.dot(widened(tl.load(w_rows + words), KIND, x.dtype), x), scale)
+                scale = tl.load(s_rows + number)
+            acc = _added(acc, tl.load(w_rows + words), scale, x, KIND)
             if GATED:
                 if GROUPED:
-                    up_scale = tl.load(t_rows + at // DEPTH * HIGH)
-                up = _add_scaled(up, tl.dot(widened(tl.load(u_rows + words), KIND, x.dtype), x), up_scale)
-    return acc, up
+                    up_scale = tl.load(t_rows + number)
+                up = _added(up, tl.load(u_rows + words), up_scale, x, KIND)
+    return settled(acc, KIND), settled(up, KIND)
 
 
 @triton.jit
-def _add_scaled(acc, part, scale):
-    """acc + part * scale, rounded once, whatever the compiler makes of other sums."""
-    return tl.fma(part, tl.broadcast_to(scale.to(tl.float32)[:, None], part.shape), acc)
+def _added(acc, words, scale, x, KIND: tl.constexpr):
+    acc = tl.dot(_wide(words, scale, KIND, x.dtype), x, acc)
+    if COMPILED:
+        # Reads the sums at once, so that a product ends before registers of the next one are written: the assembler
+        # would wait after each of its instructions else.
+        acc = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return acc
+
+
+@triton.jit
+def _wide(words, scales, KIND: tl.constexpr, TO: tl.constexpr):
+    return widened_exactly(words, scales, TO) if KIND == "mxfp4" else widened(words, scales, KIND, TO)
 
 
 @triton.jit
@@ -449,7 +430,9 @@ def segments(weight: Packed) -> int:
     blocks = -(-outputs // HIGH)
     if weight.gated or outputs > WIDEST_CUT:
         return 1
-    if weight.kind not in KINDS and blocks >= LARGE:
+    if weight.kind in KINDS:
+        wanted = _blocks_wanted(weight, outputs)
+    elif blocks >= LARGE:
         wanted = ENOUGH_UNSPREAD
     elif outputs > weight.inputs:
         wanted = 3 * ENOUGH_BLOCKS
@@ -459,12 +442,23 @@ def segments(weight: Packed) -> int:
     return -(-weight.width // segment_length(weight.width, pieces))  # none of them empty
 
 
+def _blocks_wanted(weight: Packed, outputs: int) -> int:
+    """Of a weight in fewer bits. A block waits for memory longer than it reads, so more of them read faster; in four
+    bits most of all.
+    """
+    four = weight.kind == "int4"
+    if outputs > weight.inputs:
+        return 3 * ENOUGH_BLOCKS if four else 3 * ENOUGH_BLOCKS // 2
+    many = four and outputs >= HIGH * LARGE and weight.inputs > 2 * outputs
+    return 7 * ENOUGH_BLOCKS // 2 if many else 2 * ENOUGH_BLOCKS
+
+
 def segment_length(width: int, pieces: int) -> int:
     return -(-width // (pieces * GRAIN)) * GRAIN
 
 
 def choose_tile(weight: Packed, rows: int) -> Tile:
-    """The quickest of the tiles that were measured (LOG.md); those for fewer bits were chosen by their instructions."""
+    """The quickest of the tiles that were measured (LOG.md)."""
     if weight.kind in KINDS:
         return _quantised_tile(weight, rows)
     deep, gated, few = weight.depth, weight.gated, segments(weight) > 1
@@ -539,15 +533,17 @@ def _quantised_tile(weight: Packed, rows: int) -> Tile:
     Numbers are made in registers, so the blocks must be small enough for two to share a multiprocessor: one makes
     numbers while the other waits for the tensor core.
     """
-    deep, gated, few = weight.depth, weight.gated, segments(weight) > 1
+    deep, gated, few, four = weight.depth, weight.gated, segments(weight) > 1, weight.kind == "int4"
     step = deep if weight.width % (2 * deep) else 2 * deep
-    more = weight.kind == "int4"  # half the bytes per stage: one stage more keeps as many bytes in flight
     if rows <= 16:
-        return Tile(16, 64, step, 4, (3 if gated else 4) + more, few)
+        return Tile(16, 64, step, 4, 3 + four if gated else 4, few)
     if rows <= 32:
-        return Tile(32, 64, step, 4, 3 + more, few)
+        return Tile(32, 64, step, 4, 3, few)
     if rows <= 64:
-        return Tile(64, 64, deep, 4, 4, few)
+        long = four and few and weight.inputs > 2 * weight.outputs
+        if not gated and (long or weight.outputs > WIDEST_CUT):
+            return Tile(64, 128, deep, 8, 3, few)
+        return Tile(64, 64, deep, 4, 3 if four and few and weight.outputs > weight.inputs else 4, few)
     spread = few and rows <= SPREAD_ROWS
     if gated or few > spread:  # two sums an output in registers
         return Tile(64, 128, deep, 8, 4)
@@ -614,6 +610,35 @@ def kernel_options(weight: Packed, bias: Tensor | None, pieces: int, tile: Tile)
         GATED=weight.gated, BIASED=bias is not None, EVEN=weight.inputs == weight.width,
         ACTIVATION=weight.activation, CLAMP=weight.clamp,
         num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+@kernel
+def _widen_kernel(
+    weight, scales, out, width, HIGH: tl.constexpr, DEPTH: tl.constexpr, KIND: tl.constexpr, IN_ONE: tl.constexpr,
+    GROUPED: tl.constexpr, CHAIN: tl.constexpr,
+):  # fmt: skip
+    """A tile of a weight in fewer bits -> the bfloat16 it stands for, row by row."""
+    let_next_start(CHAIN)
+    deep = width // DEPTH
+    tile = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, HIGH)[:, None]
+    each: tl.constexpr = DEPTH // IN_ONE
+    words = tl.load(weight + (tile * HIGH + n) * each + tl.arange(0, each)[None, :])
+    by = tl.load(scales + (tile if GROUPED else tile // deep) * HIGH + tl.arange(0, HIGH))
+    numbers = settled(_wide(words, by, KIND, out.dtype.element_ty), KIND)
+    await_previous(CHAIN)
+    to = (tile // deep * HIGH + n) * width + tile % deep * DEPTH + tl.arange(0, DEPTH)[None, :]
+    tl.store(out + to, numbers.to(out.dtype.element_ty))
+
+
+def widen(weight: Packed, out: Tensor) -> None:
+    """What a weight in fewer bits stands for into `out`, as long as `weight.rows` of a plain weight."""
+    data, scales = weight.data, weight.scales
+    assert scales is not None
+    _widen_kernel[(data[..., 0, 0].numel(),)](
+        data, scales, out, weight.width, HIGH=HIGH, DEPTH=weight.depth, KIND=weight.kind,
+        IN_ONE=_inputs_in_one(weight.kind), GROUPED=scales.shape[2] > 1, num_warps=4, **chained(),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,12 +17,15 @@ from outrider.model.kernels.gpu import library
 from outrider.model.kernels.gpu.ahead import AHEAD
 from outrider.model.kernels.gpu.launch import INTERPRETED
 from outrider.model.kernels.gpu.library import COUNTS, Library, Product
-from outrider.model.kernels.gpu.matmul import Packed, multiply, segment_length, segments
+from outrider.model.kernels.gpu.matmul import HIGH, Packed, multiply, segment_length, segments, widen
+from outrider.model.kernels.gpu.quantise import KINDS
 
 SHORTEST_SEGMENT = 1024  # inputs; shorter segments have not been measured
 GATED_FROM = 192  # rows from which the library is quicker, though the activation is a launch of its own then
 # Rows for each segment from which it is quicker, where segments differ in length, so that each is a call of its own.
 ONE_BY_ONE = 64
+WIDENED_FROM = 512  # rows from which a weight in fewer bits is worth being written out in bfloat16 first
+WIDEST_WIDENED = 65536  # outputs of such a weight; a head has more, and few rows
 TRIED = 16  # rows that our kernels multiply at a time
 WIDEST_OUT = 1 << 27  # numbers of a result that is compared; a head has many
 TURNS = 5  # timed repetitions
@@ -56,7 +60,10 @@ def worthwhile(weight: Packed) -> bool:
     """Whether the library is faster with this weight at all."""
     pieces = segments(weight)
     short = pieces > 1 and segment_length(weight.width, pieces) < SHORTEST_SEGMENT
-    return weight.kind == "bfloat16" and not short
+    fits = weight.kind == "bfloat16" or (
+        weight.kind in KINDS and len(weight.data) * weight.outputs <= WIDEST_WIDENED
+    )
+    return fits and not short
 
 
 def adopt_library(weights: Sequence[Weight], product: Product | None = None) -> Adopted:
@@ -71,13 +78,27 @@ def adopt_library(weights: Sequence[Weight], product: Product | None = None) -> 
     for weight, bias in wanted:
         by_shape.setdefault(shape_name(weight, bias), []).append((weight, bias))
     _compile([alike[0] for alike in by_shape.values()])
+    room = _room([weight for weight, _ in wanted])
     for name, alike in by_shape.items():
         first, bias = alike[0]
-        found = compare(first, bias, product)
+        found = compare(first, bias, room, product)
         made.shapes[name] = len(found.counts), len(counts_for(first))
         for weight, _ in alike if found.counts else ():
-            weight.library = replace(found, rows=library_rows(weight))
+            read = reading(weight, room)
+            weight.library = replace(found, rows=read.rows, fill=read.fill)
     return made
+
+
+def _room(weights: Sequence[Packed]) -> Tensor | None:
+    """For the largest weight in fewer bits, written out. Passes multiply by one weight at a time."""
+    fewer = [weight for weight in weights if weight.kind in KINDS]
+    if not fewer:
+        return None
+    return torch.empty(max(map(_numbers, fewer)), dtype=torch.bfloat16, device=fewer[0].data.device)
+
+
+def _numbers(weight: Packed) -> int:
+    return len(weight.data) * weight.blocks * HIGH * weight.width
 
 
 def _compile(weights: Sequence[Weight]) -> None:
@@ -94,8 +115,20 @@ def shape_name(weight: Packed, bias: Tensor | None) -> str:
     return f"{halves}{weight.outputs} x {weight.inputs}{' with bias' if bias is not None else ''}"
 
 
-def library_rows(weight: Packed) -> Tensor:
-    return weight.rows[: None if weight.gated else weight.outputs, : weight.inputs]
+def reading(weight: Packed, room: Tensor | None) -> Library:
+    """How the library reads a weight."""
+    if weight.kind in KINDS:
+        assert room is not None
+        rows = room[: _numbers(weight)].view(-1, weight.width)
+        fill = partial(widen, weight, rows)
+    else:
+        rows, fill = weight.rows, None
+    return Library(
+        rows[: None if weight.gated else weight.outputs, : weight.inputs],
+        frozenset(),
+        library.one_by_one,
+        fill,
+    )
 
 
 def counts_for(weight: Packed) -> tuple[int, ...]:
@@ -104,17 +137,17 @@ def counts_for(weight: Packed) -> tuple[int, ...]:
     wide = len(weight.data) * weight.outputs * pieces
     uneven = weight.inputs % segment_length(weight.width, pieces) if pieces > 1 else 0
     least = GATED_FROM if weight.gated else ONE_BY_ONE * pieces if uneven else 0
+    least = max(least, WIDENED_FROM) if weight.kind in KINDS else least
     return tuple(count for count in COUNTS if count >= least and count * wide <= WIDEST_OUT)
 
 
-def compare(weight: Packed, bias: Tensor | None, product: Product | None = None) -> Library:
+def compare(
+    weight: Packed, bias: Tensor | None, room: Tensor | None, product: Product | None = None
+) -> Library:
     """The fastest call of the library for this weight, and the row counts at which it gives our bits."""
-    rows = library_rows(weight)
     methods = (product,) if product else library.METHODS[: segments(weight)]
-    found = [
-        Library(rows, same_counts(weight, bias, Library(rows, frozenset(), method)), method)
-        for method in methods
-    ]
+    asked = [replace(reading(weight, room), product=method) for method in methods]
+    found = [replace(one, counts=same_counts(weight, bias, one)) for one in asked]
     most = max(len(one.counts) for one in found)
     best = [one for one in found if len(one.counts) == most]
     return best[0] if len(best) == 1 or not most else min(best, key=lambda one: seconds(weight, bias, one))
@@ -150,7 +183,8 @@ def trial_rows(rows: int, weight: Packed, seed: int) -> Tensor:
     there = weight.data.device
     random = torch.Generator(there).manual_seed(seed)
     x = torch.randn((rows, weight.inputs), generator=random, device=there)
-    return (x * x * x if seed % 2 else x).to(weight.data.dtype)
+    dtype = weight.data.dtype if weight.data.is_floating_point() else torch.bfloat16
+    return (x * x * x if seed % 2 else x).to(dtype)
 
 
 def own_result(weight: Packed, bias: Tensor | None, x: Tensor) -> Tensor:
