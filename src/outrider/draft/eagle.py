@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from outrider.cache.pool import CacheFull
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
 from outrider.device.ops import Layout, Pass, StepOps, TreeLayout, known_rows
@@ -26,7 +27,11 @@ from outrider.draft.drafter import MAX_PASSES
 from outrider.draft.eagle_head import EagleHead
 from outrider.draft.reading import NetworkDrafter, Reader, pieces, text_batch
 from outrider.draft.tree import Growth, Place, grow_drafts, host_draw
+from outrider.model.kernels.native_eagle import Chain
 from outrider.types import NO_DRAFT, Batch, Draft, DraftPlan, Sequence
+from outrider.verify.batch import mode_of
+from outrider.verify.filters import wanted
+from outrider.verify.rows import clamp_temperature
 
 # Known tokens that the head catches up on in one pass, on a device filled up to one of these.
 READ_ROWS = (128, 512)
@@ -63,6 +68,10 @@ class EagleDrafter(NetworkDrafter):
             return drafts
         some, asked = [sequences[i] for i in able], [draft_plans[i] for i in able]
         hidden = self._read(some, [len(s.tokens) for s in some])
+        if self.head.chains is not None and all(map(by_the_law, some, asked)):
+            for i, draft in zip(able, self._chains(some, asked, hidden), strict=True):
+                drafts[i] = draft
+            return drafts
         made: dict[Place, Tensor] = {(i, -1): row for i, row in enumerate(hidden)}
 
         def run(batch: Batch, growths: list[Growth], places: list[Place]) -> Tensor:
@@ -84,13 +93,34 @@ class EagleDrafter(NetworkDrafter):
         starts = [min(max(self.progress.of(s), 1), end - 1) for s, end in zip(sequences, ends, strict=True)]
         texts = [s.tokens[a:b] for s, a, b in zip(sequences, starts, ends, strict=True)]
         batch = text_batch(self.table, [s.row for s in sequences], texts, starts, behind=1)
-        made = [
-            self.head.forward(self._before(self.table.tensor, piece), piece, self.store)
-            for piece in pieces(batch, READ_ROWS[-1])
-        ]
+        made, features = [], self.target_store.features
+        assert features is not None
+        for piece in pieces(batch, READ_ROWS[-1]):
+            slots = self.table.entries[piece.table_rows.numpy(), piece.positions.numpy()]
+            made.append(self.head.read(features, slots, piece, self.store))
         for sequence, end in zip(sequences, ends, strict=True):
             self.progress.note(sequence, end)
         return torch.cat(made)[batch.logit_rows]
+
+    def _chains(
+        self, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan], hidden: Tensor
+    ) -> list[Draft]:
+        """Chains of all sequences in one call, from the head's hidden states at their last known tokens; none if there
+        are too few slots to borrow.
+        """
+        assert self.head.chains is not None
+        known = [len(sequence.tokens) for sequence in sequences]
+        chains = [chain_of(s, plan, 1) for s, plan in zip(sequences, draft_plans, strict=True)]
+        try:
+            slots = [self.table.extend(s.row, c.depths - 1) for s, c in zip(sequences, chains, strict=True)]
+            words = self.head.words_for(sequences)
+            drafted = self.head.chains(hidden, chains, slots, self.table.tensor[:, 1:], self.store, words)
+            return [Draft(tuple(tokens), tuple(range(-1, len(tokens) - 1))) for tokens in drafted]
+        except CacheFull:  # a draft is never worth another sequence's place
+            return [NO_DRAFT] * len(sequences)
+        finally:
+            for sequence, length in zip(sequences, known, strict=True):
+                self.table.commit(sequence.row, length)
 
     def _before(self, table: Tensor, batch: Batch) -> Tensor:
         """The target's hidden states before each of these known tokens, fused."""
@@ -135,6 +165,25 @@ class EagleDrafter(NetworkDrafter):
     ) -> Batch:
         """A layout whose positions lie one behind: the head's entries begin with the second token."""
         return replace(ops.build_batch(rows, lengths, layout, sampled), table=ops.state.table[:, 1:])
+
+
+def by_the_law(sequence: Sequence, plan: DraftPlan) -> bool:
+    """Whether its draft is a chain of the law's tokens, from logits that its request does not edit."""
+    return (
+        plan.tree is None
+        and 0 < plan.nodes <= plan.depth
+        and mode_of(sequence) != "rejection"
+        and not sequence.request.edits_logits
+    )
+
+
+def chain_of(sequence: Sequence, plan: DraftPlan, behind: int) -> Chain:
+    params, known = sequence.request.params, len(sequence.tokens)
+    divisor, sampled = clamp_temperature(params.temperature) or 1.0, params.temperature > 0
+    depth = min(plan.nodes, plan.depth)
+    return Chain(
+        sequence.row, known - behind, known, depth, divisor, sampled, sequence.seed, *wanted(params)
+    )
 
 
 def _of_parents(ops: StepOps, hidden: Tensor, tree: TreeLayout, depth: int) -> Tensor:

@@ -14,6 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "blocks.h"
 #include "team.h"
@@ -1188,3 +1189,5 @@ void outrider_filter(float *logits, int rows, int vocab, const int64_t *top_k, c
                    int threads) {
     team_run(threads, rows, filter_rows, &(Filtering){logits, vocab, top_k, top_p, log_min_p});
 }
+
+#include "eagle.h"
