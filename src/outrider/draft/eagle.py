@@ -26,8 +26,8 @@ from outrider.device.ops import Layout, Pass, StepOps, TreeLayout, known_rows
 from outrider.draft.drafter import MAX_PASSES
 from outrider.draft.eagle_head import EagleHead
 from outrider.draft.reading import NetworkDrafter, Reader, pieces, text_batch
-from outrider.draft.tree import Growth, Place, grow_drafts, host_draw
-from outrider.model.kernels.native_eagle import Chain
+from outrider.draft.tree import BRANCH, SLIM, Growth, Place, grow_drafts, host_draw, slim_tree
+from outrider.model.kernels.native_eagle import Drafted
 from outrider.types import NO_DRAFT, Batch, Draft, DraftPlan, Sequence
 from outrider.verify.batch import mode_of
 from outrider.verify.filters import wanted
@@ -58,6 +58,7 @@ class EagleDrafter(NetworkDrafter):
         target_store.tap(head.config.taps, head.config.layer.hidden)
         self.store = head.make_store(table.pool.total)
         self.run = head.make_pass(self.store)
+
         self.graphed = graphed
         self._reader: Reader | None = None  # once there is a state to read
 
@@ -68,8 +69,8 @@ class EagleDrafter(NetworkDrafter):
             return drafts
         some, asked = [sequences[i] for i in able], [draft_plans[i] for i in able]
         hidden = self._read(some, [len(s.tokens) for s in some])
-        if self.head.chains is not None and all(map(by_the_law, some, asked)):
-            for i, draft in zip(able, self._chains(some, asked, hidden), strict=True):
+        if self.head.draft is not None and all(map(is_slim, some, asked)):
+            for i, draft in zip(able, self._draft_slim(some, asked, hidden), strict=True):
                 drafts[i] = draft
             return drafts
         made: dict[Place, Tensor] = {(i, -1): row for i, row in enumerate(hidden)}
@@ -102,20 +103,20 @@ class EagleDrafter(NetworkDrafter):
             self.progress.note(sequence, end)
         return torch.cat(made)[batch.logit_rows]
 
-    def _chains(
+    def _draft_slim(
         self, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan], hidden: Tensor
     ) -> list[Draft]:
-        """Chains of all sequences in one call, from the head's hidden states at their last known tokens; none if there
-        are too few slots to borrow.
+        """Drafts in one call, from the head's hidden states at the last known tokens; none if there are too few slots
+        to borrow.
         """
-        assert self.head.chains is not None
+        assert self.head.draft is not None
         known = [len(sequence.tokens) for sequence in sequences]
-        chains = [chain_of(s, plan, 1) for s, plan in zip(sequences, draft_plans, strict=True)]
+        asked = [_drafted(s, plan) for s, plan in zip(sequences, draft_plans, strict=True)]
         try:
-            slots = [self.table.extend(s.row, c.depths - 1) for s, c in zip(sequences, chains, strict=True)]
+            slots = [self.table.extend(s.row, one.depths - 1) for s, one in zip(sequences, asked, strict=True)]
             words = self.head.words_for(sequences)
-            drafted = self.head.chains(hidden, chains, slots, self.table.tensor[:, 1:], self.store, words)
-            return [Draft(tuple(tokens), tuple(range(-1, len(tokens) - 1))) for tokens in drafted]
+            found = self.head.draft(hidden, asked, slots, self.table.tensor[:, 1:], self.store, words)
+            return [slim_tree(plan, *one) for plan, one in zip(draft_plans, found, strict=True)]
         except CacheFull:  # a draft is never worth another sequence's place
             return [NO_DRAFT] * len(sequences)
         finally:
@@ -167,22 +168,24 @@ class EagleDrafter(NetworkDrafter):
         return replace(ops.build_batch(rows, lengths, layout, sampled), table=ops.state.table[:, 1:])
 
 
-def by_the_law(sequence: Sequence, plan: DraftPlan) -> bool:
-    """Whether its draft is a chain of the law's tokens, from logits that its request does not edit."""
+def is_slim(sequence: Sequence, plan: DraftPlan) -> bool:
+    """Whether its draft is a chain, or one with some further nodes beside it, of tokens that the law of sampling
+    chooses from logits that its request does not edit.
+    """
     return (
         plan.tree is None
-        and 0 < plan.nodes <= plan.depth
+        and 0 < plan.nodes <= SLIM * plan.depth
         and mode_of(sequence) != "rejection"
         and not sequence.request.edits_logits
     )
 
 
-def chain_of(sequence: Sequence, plan: DraftPlan, behind: int) -> Chain:
+def _drafted(sequence: Sequence, plan: DraftPlan) -> Drafted:
     params, known = sequence.request.params, len(sequence.tokens)
     divisor, sampled = clamp_temperature(params.temperature) or 1.0, params.temperature > 0
-    depth = min(plan.nodes, plan.depth)
-    return Chain(
-        sequence.row, known - behind, known, depth, divisor, sampled, sequence.seed, *wanted(params)
+    depth, children = min(plan.nodes, plan.depth), BRANCH if plan.nodes > plan.depth else 1
+    return Drafted(
+        sequence.row, known - 1, known, depth, children, divisor, sampled, sequence.seed, *wanted(params)
     )
 
 

@@ -1,5 +1,5 @@
-/* Part of cpu.c: an EAGLE head (draft/eagle_head.py), whose chains are drafted in one call. What it computes is what the
- * single kernels compute in turn; draft/eagle.py does so where drafts branch. */
+/* Part of cpu.c: an EAGLE head (draft/eagle_head.py), whose drafts are made in one call. What it computes is what the
+ * single kernels compute in turn, as draft/eagle.py calls them for drafts of other kinds. */
 
 typedef struct {
     Matrix embedding, fuse, words; /* words: what gives logits */
@@ -62,23 +62,27 @@ int outrider_eagle_read(const Eagle *h, const Shape *s, const Rows *b, const Wor
     return outrider_eagle_forward(h, s, b, w, ids, x, inputs, x);
 }
 
-/* Sequences by falling depth. */
+#define BRANCH 4      /* as in draft/tree.py: children of a node where drafts branch, */
+#define CANDIDATES 64 /* and the likeliest tokens, which alone take part in their draw */
+
+/* What is drafted for some sequences, which are in the order of falling depth. */
 typedef struct {
     int32_t count, depth, words, filtered; /* depth: of the deepest; words: so many are drafted */
-    const int32_t *depths;                 /* [count], as all that follow */
+    const int32_t *depths, *children;      /* [count], as all that follow; children: 1, or BRANCH */
     const uint8_t *sampled;
     const int64_t *seeds, *known; /* known: tokens */
     const float *divisors;        /* of logits */
     const int64_t *top_k;
     const float *top_p, *log_min_p;
-    const int32_t *slots;                   /* [depth - 1][count]: for the tokens of all levels but the last */
+    const int32_t *slots;                   /* [depth - 1][count]: for the best tokens of all levels but the last */
     float *hidden;                          /* [count][H], after the known tokens; it is overwritten */
     float *inputs, *normed, *logits, *wide; /* scratch: [count][2 H], [count][H], [count][words], [count][vocab] */
     int32_t *positions;
-    int64_t *ancestors, *at;
+    int64_t *ancestors, *at, *ids;
     Best *best;      /* [count][CHUNKS] */
-    int64_t *tokens; /* [depth][count] */
-} Chains;
+    int64_t *tokens; /* [depth][count][BRANCH], the best first */
+    float *shares;   /* the same: of the draw; 0: the drafter rules the token out */
+} Drafts;
 
 /* The first outputs of a matrix. */
 static Matrix first_of(Matrix w, int outputs) {
@@ -89,42 +93,117 @@ static Matrix first_of(Matrix w, int outputs) {
     return w;
 }
 
-/* Chains by the law of sampling. The rows of `b` are those of the first level: the sequences' last known tokens. Words that
- * the head does not know keep minus infinity in `wide`. */
-int outrider_eagle_chains(const Eagle *h, const Shape *s, const Rows *b, const Work *w, const Chains *c) {
-    int H = s->hidden, live = c->count, threads = s->threads;
-    Matrix words = first_of(h->words, c->words);
-    for (int level = 0; level < c->depth; level++) {
-        int64_t *tokens = c->tokens + (size_t)level * c->count;
-        while (c->depths[live - 1] <= level) live--;
+/* The likeliest tokens, in any order; returns how many. */
+static int likeliest(const float *logits, int vocab, Best found[CANDIDATES]) {
+    int count = 0, worst = 0;
+    for (int v = 0; v < vocab; v += 16) {
+        int n = least(16, vocab - v);
+        float most = -INFINITY;
+#pragma omp simd reduction(max : most)
+        for (int i = 0; i < n; i++) most = logits[v + i] > most ? logits[v + i] : most;
+        if (most == -INFINITY || (count == CANDIDATES && most <= found[worst].score)) continue;
+        for (int i = 0; i < n; i++) {
+            float score = logits[v + i];
+            if (score == -INFINITY || (count == CANDIDATES && score <= found[worst].score)) continue;
+            found[count < CANDIDATES ? count++ : worst] = (Best){score, v + i};
+            for (int c = 0; c < count; c++)
+                if (c == 0 || found[c].score < found[worst].score) worst = c;
+        }
+    }
+    return count;
+}
+
+/* The best few tokens of one row by the law, and their shares of all candidates. */
+static void branch(const float *logits, int vocab, int sampled, uint64_t seed, uint32_t position, int64_t *tokens,
+                   float *shares) {
+    Best found[CANDIDATES], top = {-INFINITY, 0};
+    int count = likeliest(logits, vocab, found);
+    float sum = 0;
+    for (int c = 0; c < count; c++) {
+        uint32_t word[4];
+        if (sampled) {
+            philox((uint32_t)found[c].token / 4, position, seed, word);
+            found[c].score += gumbel(uniform(word[found[c].token % 4]));
+        }
+        keep(&top, found[c].score, found[c].token);
+    }
+    for (int c = 0; c < count; c++) sum += expf(found[c].score - top.score);
+    for (int child = 0; child < BRANCH; child++) {
+        Best best = {-INFINITY, 0};
+        int at = -1;
+        for (int c = 0; c < count; c++) {
+            Best before = best;
+            keep(&best, found[c].score, found[c].token);
+            if (best.token != before.token || best.score != before.score) at = c;
+        }
+        tokens[child] = best.token, shares[child] = at < 0 ? 0 : expf(best.score - top.score) / sum;
+        if (at >= 0) found[at] = found[--count];
+    }
+}
+
+typedef struct {
+    const Drafts *d;
+    const float *logits;
+    int vocab;
+    int64_t *tokens;
+    float *shares;
+} Branching;
+
+static void branch_rows(void *job, int member, int begin, int end) {
+    const Branching *b = job;
+    const Drafts *d = b->d;
+    (void)member;
+    for (int i = begin; i < end; i++) {
+        int64_t *tokens = b->tokens + (size_t)i * BRANCH;
+        float *shares = b->shares + (size_t)i * BRANCH;
+        if (d->children[i] == 1) tokens[0] = d->ids[i], shares[0] = 1;
+        else branch(b->logits + (size_t)i * b->vocab, b->vocab, d->sampled[i], (uint64_t)d->seeds[i], (uint32_t)d->at[i], tokens, shares);
+    }
+}
+
+/* Logits of the rows: of the words that are drafted, or of the target's vocabulary where the head has its own ids; those
+ * that it does not know keep minus infinity. Returns null if there is no memory. */
+static float *draft_logits(const Eagle *h, const Shape *s, const Drafts *d, Matrix words, int rows) {
+    int H = s->hidden;
+    const float *normed = d->hidden;
+    if (!h->norm_output) {
+        norm(s->threads, rows, (Norm){d->hidden, 0, h->norm, H, s->eps, d->normed, 0});
+        normed = d->normed;
+    }
+    if (!linear(s->threads, (Linear){words, 0, normed, rows, d->words, H, d->logits, 0, {0}})) return 0;
+    for (int i = 0; i < rows; i++) {
+        float *logits = d->logits + (size_t)i * d->words, *wide = d->wide + (size_t)i * h->vocab;
+        for (int v = 0; v < d->words && d->divisors[i] != 1; v++) logits[v] /= d->divisors[i];
+        for (int v = 0; v < d->words && h->to_target; v++) wide[h->to_target[v]] = logits[v];
+    }
+    return h->to_target ? d->wide : d->logits;
+}
+
+/* Chains by the law of sampling, beside each of their tokens the next best ones where drafts branch. The rows of `b` say
+ * where a sequence's known tokens are. */
+int outrider_eagle_draft(const Eagle *h, const Shape *s, const Rows *b, const Work *w, const Drafts *d) {
+    int live = d->count, threads = s->threads, vocab = h->to_target ? h->vocab : d->words;
+    Matrix words = first_of(h->words, d->words);
+    for (int level = 0; level < d->depth; level++) {
+        while (d->depths[live - 1] <= level) live--;
         if (level) {
             Rows rows = *b;
-            rows.rows = live, rows.positions = c->positions, rows.ancestors = c->ancestors;
-            rows.slots = c->slots + (size_t)(level - 1) * c->count;
+            rows.rows = live, rows.positions = d->positions, rows.ancestors = d->ancestors;
+            rows.slots = d->slots + (size_t)(level - 1) * d->count;
             for (int i = 0; i < live; i++)
-                c->positions[i] = b->prefix[i] + level - 1, c->ancestors[i] = ((int64_t)1 << level) - 1;
-            if (!outrider_eagle_forward(h, s, &rows, w, tokens - c->count, c->hidden, c->inputs, c->hidden)) return 0;
+                d->positions[i] = b->prefix[i] + level - 1, d->ancestors[i] = ((int64_t)1 << level) - 1;
+            if (!outrider_eagle_forward(h, s, &rows, w, d->ids, d->hidden, d->inputs, d->hidden)) return 0;
         }
-        const float *normed = c->hidden;
-        if (!h->norm_output) {
-            norm(threads, live, (Norm){c->hidden, 0, h->norm, H, s->eps, c->normed, 0});
-            normed = c->normed;
-        }
-        if (!linear(threads, (Linear){words, 0, normed, live, c->words, H, c->logits, 0, {0}})) return 0;
-        float *logits = c->logits;
-        int vocab = c->words;
-        if (h->to_target) {
-            logits = c->wide, vocab = h->vocab;
-            for (int i = 0; i < live; i++)
-                for (int v = 0; v < c->words; v++)
-                    logits[(size_t)i * vocab + h->to_target[v]] = c->logits[(size_t)i * c->words + v];
-        }
-        for (int i = 0; i < live; i++) {
-            c->at[i] = c->known[i] + level;
-            for (int v = 0; v < vocab && c->divisors[i] != 1; v++) logits[(size_t)i * vocab + v] /= c->divisors[i];
-        }
-        if (c->filtered) outrider_filter(logits, live, vocab, c->top_k, c->top_p, c->log_min_p, threads);
-        outrider_draw(logits, live, vocab, c->sampled, c->seeds, c->at, threads, c->best, tokens);
+        float *logits = draft_logits(h, s, d, words, live);
+        if (!logits) return 0;
+        if (d->filtered) outrider_filter(logits, live, vocab, d->top_k, d->top_p, d->log_min_p, threads);
+        int64_t *tokens = d->tokens + (size_t)level * d->count * BRANCH;
+        int chains = 0;
+        for (int i = 0; i < live; i++) d->at[i] = d->known[i] + level, chains |= d->children[i] == 1;
+        if (chains) outrider_draw(logits, live, vocab, d->sampled, d->seeds, d->at, threads, d->best, d->ids);
+        Branching branching = {d, logits, vocab, tokens, d->shares + (size_t)level * d->count * BRANCH};
+        team_run(live > 1 ? threads : 1, live, branch_rows, &branching);
+        for (int i = 0; i < live; i++) d->ids[i] = tokens[i * BRANCH];
     }
     return 1;
 }

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.cache.store import KeyValueStore
 from outrider.errors import BadCheckpoint, KernelUnavailable, OutOfMemory
 from outrider.load.config import LayerSpec, ModelConfig
 from outrider.load.quants import Blocks
@@ -335,16 +336,32 @@ class NativeKernels:
         self.layers([layer], x, batch, [keys], [values])
 
     def layers(
-        self, layers: Seq[NativeLayer], x: Tensor, batch: Batch, keys: Seq[Tensor], values: Seq[Tensor]
+        self,
+        layers: Seq[NativeLayer],
+        x: Tensor,
+        batch: Batch,
+        keys: Seq[Tensor],
+        values: Seq[Tensor],
+        features: KeyValueStore | None = None,
     ) -> None:
-        """Layers one after the other; keys and values are by layer."""
+        """Layers one after the other, the model's first ones if hidden states are kept among the `features` of a
+        store; keys and values are by layer.
+        """
         if self.group.size > 1:
-            for layer, mine in zip(layers, zip(keys, values, strict=True), strict=True):
+            for i, (layer, *mine) in enumerate(zip(layers, keys, values, strict=True)):
+                if features is not None:
+                    features.keep(i, x, batch.slots)
                 self._shared_layer(layer, x, batch, *mine)
+            if features is not None:
+                features.keep(len(layers), x, batch.slots)
             return
         stack, to_keys, to_values = self._stack(layers, keys, values)
         _, *given = self._given(layers[0], x, batch)
-        self.lib.outrider_layers(stack, len(layers), *map(byref, given), to_keys, to_values)
+        taps, to_features = (None, None) if features is None else features.addresses
+        places = 0 if taps is None else len(taps)
+        self.lib.outrider_layers(
+            stack, len(layers), *map(byref, given), to_keys, to_values, taps, places, to_features
+        )
 
     def _stack(self, layers: Seq[NativeLayer], keys: Seq[Tensor], values: Seq[Tensor]) -> Any:
         """Pointers to layers, keys and values, made again only where one is not what it was in the last pass.

@@ -1,4 +1,4 @@
-"""Python's side of eagle.h: an EAGLE head whose passes and chains are one call each. Twin: the single kernels, which
+"""Python's side of eagle.h: an EAGLE head whose passes and drafts are one call each. Twin: the single kernels, which
 draft/eagle_head.py calls in turn.
 """
 
@@ -39,22 +39,23 @@ class _Eagle(Structure):
     ]
 
 
-class _Chains(Structure):
+class _Drafts(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("count", "depth", "words", "filtered")),
-        *((n, c_void_p) for n in ("depths", "sampled", "seeds", "known", "divisors", "top_k", "top_p")),
-        *((n, c_void_p) for n in ("log_min_p", "slots", "hidden", "inputs", "normed", "logits", "wide")),
-        *((n, c_void_p) for n in ("positions", "ancestors", "at", "best", "tokens")),
+        *((n, c_void_p) for n in ("depths", "children", "sampled", "seeds", "known", "divisors", "top_k")),
+        *((n, c_void_p) for n in ("top_p", "log_min_p", "slots", "hidden", "inputs", "normed", "logits")),
+        *((n, c_void_p) for n in ("wide", "positions", "ancestors", "at", "ids", "best", "tokens", "shares")),
     ]
 
 
-class Chain(NamedTuple):
-    """What the chain of one sequence is drafted from."""
+class Drafted(NamedTuple):
+    """What is drafted for one sequence, and from what."""
 
     table_rows: int  # its row of the slot table
     prefix: int  # entries of it before the draft
     known: int  # tokens
     depths: int
+    children: int  # at each level: 1, or BRANCH
     divisors: float  # of the logits
     sampled: bool
     seeds: int
@@ -63,11 +64,12 @@ class Chain(NamedTuple):
     log_min_p: float
 
 
-# Numbers of each chain: what `Chain` has, and scratch.
+BRANCH = 4  # as in eagle.h
+# Numbers of each sequence: what `Drafted` has, and scratch.
 DTYPES: dict[str, Any] = {
-    "table_rows": np.int32, "prefix": np.int32, "known": np.int64, "depths": np.int32, "divisors": np.float32,
-    "sampled": np.uint8, "seeds": np.int64, "top_k": np.int64, "top_p": np.float32, "log_min_p": np.float32,
-    "positions": np.int32, "ancestors": np.int64, "at": np.int64,
+    "table_rows": np.int32, "prefix": np.int32, "known": np.int64, "depths": np.int32, "children": np.int32,
+    "divisors": np.float32, "sampled": np.uint8, "seeds": np.int64, "top_k": np.int64, "top_p": np.float32,
+    "log_min_p": np.float32, "positions": np.int32, "ancestors": np.int64, "at": np.int64, "ids": np.int64,
 }  # fmt: skip
 
 
@@ -82,7 +84,7 @@ class NativeEagle:
         **numbers: Any,  # the other fields of `_Eagle`
     ) -> None:
         self.kernels, self.lib = kernels, kernels.lib
-        for name in ("forward", "read", "chains"):
+        for name in ("forward", "read", "draft"):
             getattr(self.lib, f"outrider_eagle_{name}").restype = checked
         self.outputs, self.vocab = matrices["words"].outputs, numbers["vocab"]
         self._held = layers, matrices, norms, to_target  # what the struct points to
@@ -94,10 +96,11 @@ class NativeEagle:
             to_target=None if to_target is None else to_target.data_ptr(), **numbers,
         )  # fmt: skip
         self._store: tuple[KeyValueStore, Any, Any] | None = None
-        self._chains, self._rows, self._capacity = _Chains(), RowsStruct(), 0
+        self._drafts, self._rows, self._capacity = _Drafts(), RowsStruct(), 0
         self._numbers: dict[str, NDArray[Any]] = {}
         self._scratch: dict[str, Tensor] = {}
-        self._slots, self._tokens = np.empty(0, np.int32), np.empty(0, np.int64)
+        self._slots = np.empty(0, np.int32)
+        self._tokens, self._shares = np.empty(0, np.int64), np.empty(0, np.float32)
 
     def forward(self, hidden: Tensor, batch: Batch, store: KeyValueStore) -> Tensor:
         """All layers over [R, hidden] and the embeddings of batch.ids; it overwrites `hidden`."""
@@ -118,37 +121,41 @@ class NativeEagle:
         )  # fmt: skip
         return x
 
-    def chains(
+    def draft(
         self,
         hidden: Tensor,
-        chains: Seq[Chain],
+        asked: Seq[Drafted],
         slots: Seq[NDArray[np.int32]],
         table: Tensor,
         store: KeyValueStore,
         words: int,
-    ) -> list[list[int]]:
-        """The tokens of each chain, by the law of sampling. `hidden` [S, hidden] are the head's states after the known
-        tokens; it is overwritten. `slots` are for the tokens drafted before a chain's last one; the entries of `table`
-        lie at their positions. Only the first `words` of the head's vocabulary are drafted.
+    ) -> list[tuple[list[list[int]], list[list[float]]]]:
+        """For each sequence, by level, the tokens of a chain by the law of sampling and those that come next, and their
+        shares, 0 where the drafter rules a token out. `hidden` [S, hidden] are the head's states after the known tokens;
+        it is overwritten. `slots` are for a chain's tokens but the last one; the entries of `table` lie at their
+        positions. Only the first `words` of the head's vocabulary are drafted.
         """
-        count = len(chains)
-        order = sorted(range(count), key=lambda i: -chains[i].depths)
+        count, order = len(asked), range(len(asked))
         if count > 1:
-            chains, slots, hidden = [chains[i] for i in order], [slots[i] for i in order], hidden[order]
+            order = sorted(order, key=lambda i: -asked[i].depths)
+            asked, slots, hidden = [asked[i] for i in order], [slots[i] for i in order], hidden[order]
         self._reserve(count)
-        for name, values in zip(Chain._fields, zip(*chains, strict=True), strict=True):
+        for name, values in zip(Drafted._fields, zip(*asked, strict=True), strict=True):
             self._numbers[name][:count] = values
-        given, rows, depth = self._chains, self._rows, chains[0].depths
+        given, rows, depth = self._drafts, self._rows, asked[0].depths
         for i, own in enumerate(slots):
             self._slots[i : len(own) * count : count] = own
         given.count, given.depth, given.words = count, depth, words
-        given.filtered = any(one.top_k or one.top_p < 1 or one.log_min_p > -np.inf for one in chains)
+        given.filtered = any([one.top_k or one.top_p < 1 or one.log_min_p > -np.inf for one in asked])
         given.hidden = hidden.data_ptr()
         rows.rows, rows.table, rows.table_stride = count, table.data_ptr(), table.stride(0)
-        self.lib.outrider_eagle_chains(*self._given(rows, store), byref(given))
-        drafted, found = self._tokens[: depth * count].reshape(depth, count).T.tolist(), [[0]] * count
-        for i, tokens, one in zip(order, drafted, chains, strict=True):
-            found[i] = tokens[: one.depths]
+        self.lib.outrider_eagle_draft(*self._given(rows, store), byref(given))
+        each = depth * count * BRANCH
+        tokens, shares = (x[:each].reshape(depth, count, BRANCH) for x in (self._tokens, self._shares))
+        found: list[Any] = [None] * count
+        for at, (i, one) in enumerate(zip(order, asked, strict=True)):
+            mine = slice(one.depths), at, slice(one.children)
+            found[i] = tokens[mine].tolist(), shares[mine].tolist()
         return found
 
     def _given(self, rows: RowsStruct, store: KeyValueStore) -> tuple[Any, ...]:
@@ -163,14 +170,16 @@ class NativeEagle:
         """Scratch for the most chains so far; it grows and never shrinks."""
         if count <= self._capacity:
             return
-        hidden, given, wide = self.kernels.config.hidden, self._chains, self.struct.to_target is not None
+        hidden, given, wide = self.kernels.config.hidden, self._drafts, self.struct.to_target is not None
         self._numbers = {name: np.zeros(count, dtype) for name, dtype in DTYPES.items()}
-        self._slots, self._tokens = np.empty(count * MAX_NODES, np.int32), np.empty(count * MAX_NODES, np.int64)
+        self._slots = np.empty(count * MAX_NODES, np.int32)
+        self._tokens = np.zeros(count * MAX_NODES * BRANCH, np.int64)
+        self._shares = np.zeros(count * MAX_NODES * BRANCH, np.float32)
         widths = {"inputs": 2 * hidden, "normed": hidden, "logits": self.outputs, "best": 2 * CHUNKS}
         self._scratch = {name: torch.empty(count * width) for name, width in widths.items()}
         if wide:  # words that the head does not know keep this
             self._scratch["wide"] = torch.full((count * self.vocab,), float("-inf"))
-        arrays = {**self._numbers, "slots": self._slots, "tokens": self._tokens}
+        arrays = {**self._numbers, "slots": self._slots, "tokens": self._tokens, "shares": self._shares}
         for name in set(arrays) - {"table_rows", "prefix"}:
             setattr(given, name, arrays[name].ctypes.data)
         for name, scratch in self._scratch.items():
