@@ -68,11 +68,11 @@ class EagleDrafter(NetworkDrafter):
         if not able:
             return drafts
         some, asked = [sequences[i] for i in able], [draft_plans[i] for i in able]
-        hidden = self._read(some, [len(s.tokens) for s in some])
         if self.head.draft is not None and all(map(is_slim, some, asked)):
-            for i, draft in zip(able, self._draft_slim(some, asked, hidden), strict=True):
+            for i, draft in zip(able, self._draft_slim(some, asked), strict=True):
                 drafts[i] = draft
             return drafts
+        hidden = self._read(some, [len(s.tokens) for s in some])
         made: dict[Place, Tensor] = {(i, -1): row for i, row in enumerate(hidden)}
 
         def run(batch: Batch, growths: list[Growth], places: list[Place]) -> Tensor:
@@ -103,25 +103,33 @@ class EagleDrafter(NetworkDrafter):
             self.progress.note(sequence, end)
         return torch.cat(made)[batch.logit_rows]
 
-    def _draft_slim(
-        self, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan], hidden: Tensor
-    ) -> list[Draft]:
-        """Drafts in one call, from the head's hidden states at the last known tokens; none if there are too few slots
-        to borrow.
-        """
+    def _draft_slim(self, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan]) -> list[Draft]:
+        """Reads and drafts in one call; no drafts if there are too few slots to borrow."""
         assert self.head.draft is not None
         known = [len(sequence.tokens) for sequence in sequences]
-        asked = [_drafted(s, plan) for s, plan in zip(sequences, draft_plans, strict=True)]
+        if sum([self.tokens_behind(s) for s in sequences]) > READ_ROWS[-1]:
+            self._read(sequences, [length - 1 for length in known])
+        asked = [self._drafted(s, plan) for s, plan in zip(sequences, draft_plans, strict=True)]
         try:
             slots = [self.table.extend(s.row, one.depths - 1) for s, one in zip(sequences, asked, strict=True)]
-            words = self.head.words_for(sequences)
-            found = self.head.draft(hidden, asked, slots, self.table.tensor[:, 1:], self.store, words)
-            return [slim_tree(plan, *one) for plan, one in zip(draft_plans, found, strict=True)]
+            words, features = self.head.words_for(sequences), self.target_store.features
+            found = self.head.draft(asked, slots, self.table.tensor, features, self.store, words)
         except CacheFull:  # a draft is never worth another sequence's place
             return [NO_DRAFT] * len(sequences)
         finally:
             for sequence, length in zip(sequences, known, strict=True):
                 self.table.commit(sequence.row, length)
+        for sequence, length in zip(sequences, known, strict=True):
+            self.progress.note(sequence, length)
+        return [slim_tree(plan, *one) for plan, one in zip(draft_plans, found, strict=True)]
+
+    def _drafted(self, sequence: Sequence, plan: DraftPlan) -> Drafted:
+        params, tokens = sequence.request.params, sequence.tokens
+        start, known = min(max(self.progress.of(sequence), 1), len(tokens) - 1), len(tokens)
+        depth, children = min(plan.nodes, plan.depth), BRANCH if plan.nodes > plan.depth else 1
+        divisor, sampled = clamp_temperature(params.temperature) or 1.0, params.temperature > 0
+        law = divisor, sampled, sequence.seed, *wanted(params)
+        return Drafted(tokens, start, sequence.row, known - 1, known, depth, children, *law)
 
     def _before(self, table: Tensor, batch: Batch) -> Tensor:
         """The target's hidden states before each of these known tokens, fused."""
@@ -177,15 +185,6 @@ def is_slim(sequence: Sequence, plan: DraftPlan) -> bool:
         and 0 < plan.nodes <= SLIM * plan.depth
         and mode_of(sequence) != "rejection"
         and not sequence.request.edits_logits
-    )
-
-
-def _drafted(sequence: Sequence, plan: DraftPlan) -> Drafted:
-    params, known = sequence.request.params, len(sequence.tokens)
-    divisor, sampled = clamp_temperature(params.temperature) or 1.0, params.temperature > 0
-    depth, children = min(plan.nodes, plan.depth), BRANCH if plan.nodes > plan.depth else 1
-    return Drafted(
-        sequence.row, known - 1, known, depth, children, divisor, sampled, sequence.seed, *wanted(params)
     )
 
 

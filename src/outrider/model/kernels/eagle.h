@@ -74,9 +74,12 @@ typedef struct {
     const float *divisors;        /* of logits */
     const int64_t *top_k;
     const float *top_p, *log_min_p;
-    const int32_t *slots;                   /* [depth - 1][count]: for the best tokens of all levels but the last */
-    float *hidden;                          /* [count][H], after the known tokens; it is overwritten */
-    float *inputs, *normed, *logits, *wide; /* scratch: [count][2 H], [count][H], [count][words], [count][vocab] */
+    const int32_t *slots, *last; /* [depth - 1][count]: for the best tokens of all levels but the last; rows of `read` */
+    const float *features;
+    const int64_t *read_ids;
+    const int32_t *before; /* slots of the tokens before those that are read */
+    float *gathered, *x, *inputs; /* scratch: by rows of `read` */
+    float *hidden, *normed, *logits, *wide; /* [count][H], [count][H], [count][words], [count][vocab] */
     int32_t *positions;
     int64_t *ancestors, *at, *ids;
     Best *best;      /* [count][CHUNKS] */
@@ -179,11 +182,13 @@ static float *draft_logits(const Eagle *h, const Shape *s, const Drafts *d, Matr
     return h->to_target ? d->wide : d->logits;
 }
 
-/* Chains by the law of sampling, beside each of their tokens the next best ones where drafts branch. The rows of `b` say
- * where a sequence's known tokens are. */
-int outrider_eagle_draft(const Eagle *h, const Shape *s, const Rows *b, const Work *w, const Drafts *d) {
-    int live = d->count, threads = s->threads, vocab = h->to_target ? h->vocab : d->words;
+/* Reads known tokens, then drafts chains by the law of sampling, beside each of their tokens the next best ones where
+ * drafts branch. The rows of `b` say where a sequence's known tokens are. */
+int outrider_eagle_draft(const Eagle *h, const Shape *s, const Rows *b, const Work *w, const Rows *read, const Drafts *d) {
+    int live = d->count, threads = s->threads, vocab = h->to_target ? h->vocab : d->words, H = s->hidden;
     Matrix words = first_of(h->words, d->words);
+    if (!outrider_eagle_read(h, s, read, w, d->read_ids, d->features, d->before, d->gathered, d->inputs, d->x)) return 0;
+    for (int i = 0; i < live; i++) memcpy(d->hidden + (size_t)i * H, d->x + (size_t)d->last[i] * H, H * sizeof(float));
     for (int level = 0; level < d->depth; level++) {
         while (d->depths[live - 1] <= level) live--;
         if (level) {

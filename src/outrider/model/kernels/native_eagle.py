@@ -43,14 +43,17 @@ class _Drafts(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("count", "depth", "words", "filtered")),
         *((n, c_void_p) for n in ("depths", "children", "sampled", "seeds", "known", "divisors", "top_k")),
-        *((n, c_void_p) for n in ("top_p", "log_min_p", "slots", "hidden", "inputs", "normed", "logits")),
-        *((n, c_void_p) for n in ("wide", "positions", "ancestors", "at", "ids", "best", "tokens", "shares")),
+        *((n, c_void_p) for n in ("top_p", "log_min_p", "slots", "last", "features", "read_ids", "before")),
+        *((n, c_void_p) for n in ("gathered", "x", "inputs", "hidden", "normed", "logits", "wide")),
+        *((n, c_void_p) for n in ("positions", "ancestors", "at", "ids", "best", "tokens", "shares")),
     ]
 
 
 class Drafted(NamedTuple):
     """What is drafted for one sequence, and from what."""
 
+    tokens: Seq[int]  # known ones,
+    start: int  # and the first of those to be read
     table_rows: int  # its row of the slot table
     prefix: int  # entries of it before the draft
     known: int  # tokens
@@ -70,7 +73,11 @@ DTYPES: dict[str, Any] = {
     "table_rows": np.int32, "prefix": np.int32, "known": np.int64, "depths": np.int32, "children": np.int32,
     "divisors": np.float32, "sampled": np.uint8, "seeds": np.int64, "top_k": np.int64, "top_p": np.float32,
     "log_min_p": np.float32, "positions": np.int32, "ancestors": np.int64, "at": np.int64, "ids": np.int64,
-}  # fmt: skip
+    "last": np.int32,
+}
+# The same of tokens that are read: fields of `RowsStruct`, then of `_Drafts`.
+ROWS: dict[str, Any] = {n: np.int32 for n in ("positions", "slots", "table_rows", "prefix")} | {"ancestors": np.int64}
+READ: dict[str, Any] = {"read_ids": np.int64, "before": np.int32}  # fmt: skip
 
 
 class NativeEagle:
@@ -96,11 +103,11 @@ class NativeEagle:
             to_target=None if to_target is None else to_target.data_ptr(), **numbers,
         )  # fmt: skip
         self._store: tuple[KeyValueStore, Any, Any] | None = None
-        self._drafts, self._rows, self._capacity = _Drafts(), RowsStruct(), 0
+        self._drafts, self._rows, self._read = _Drafts(), RowsStruct(), RowsStruct()
+        self._count = self._known = 0  # sequences and tokens that there is scratch for
         self._numbers: dict[str, NDArray[Any]] = {}
+        self._of_read: dict[str, NDArray[Any]] = {}
         self._scratch: dict[str, Tensor] = {}
-        self._slots = np.empty(0, np.int32)
-        self._tokens, self._shares = np.empty(0, np.int64), np.empty(0, np.float32)
 
     def forward(self, hidden: Tensor, batch: Batch, store: KeyValueStore) -> Tensor:
         """All layers over [R, hidden] and the embeddings of batch.ids; it overwrites `hidden`."""
@@ -123,40 +130,63 @@ class NativeEagle:
 
     def draft(
         self,
-        hidden: Tensor,
         asked: Seq[Drafted],
         slots: Seq[NDArray[np.int32]],
         table: Tensor,
+        features: Tensor,
         store: KeyValueStore,
         words: int,
     ) -> list[tuple[list[list[int]], list[list[float]]]]:
         """For each sequence, by level, the tokens of a chain by the law of sampling and those that come next, and their
-        shares, 0 where the drafter rules a token out. `hidden` [S, hidden] are the head's states after the known tokens;
-        it is overwritten. `slots` are for a chain's tokens but the last one; the entries of `table` lie at their
-        positions. Only the first `words` of the head's vocabulary are drafted.
+        shares, 0 where the drafter rules a token out. `features` [slots, taps, hidden] are the target's hidden states.
+        `slots` are for a chain's tokens but the last one. Only the first `words` of the head's vocabulary are drafted.
         """
         count, order = len(asked), range(len(asked))
         if count > 1:
             order = sorted(order, key=lambda i: -asked[i].depths)
-            asked, slots, hidden = [asked[i] for i in order], [slots[i] for i in order], hidden[order]
+            asked, slots = [asked[i] for i in order], [slots[i] for i in order]
         self._reserve(count)
-        for name, values in zip(Drafted._fields, zip(*asked, strict=True), strict=True):
+        _, _, *columns = zip(*asked, strict=True)
+        for name, values in zip(Drafted._fields[2:], columns, strict=True):
             self._numbers[name][:count] = values
-        given, rows, depth = self._drafts, self._rows, asked[0].depths
+        given, rows, depth, all_slots = self._drafts, self._rows, asked[0].depths, self._numbers["slots"]
         for i, own in enumerate(slots):
-            self._slots[i : len(own) * count : count] = own
+            all_slots[i : len(own) * count : count] = own
         given.count, given.depth, given.words = count, depth, words
         given.filtered = any([one.top_k or one.top_p < 1 or one.log_min_p > -np.inf for one in asked])
-        given.hidden = hidden.data_ptr()
-        rows.rows, rows.table, rows.table_stride = count, table.data_ptr(), table.stride(0)
-        self.lib.outrider_eagle_draft(*self._given(rows, store), byref(given))
+        given.features = features.data_ptr()
+        # A head's entries begin with the second token.
+        rows.rows, rows.table, rows.table_stride = count, table.data_ptr() + table.element_size(), table.stride(0)
+        read = self._lay_out(asked, table.numpy(), features[0].numel())
+        read.table, read.table_stride = rows.table, rows.table_stride
+        self.kernels.work_for(read.rows)
+        self.lib.outrider_eagle_draft(*self._given(rows, store), byref(read), byref(given))
         each = depth * count * BRANCH
-        tokens, shares = (x[:each].reshape(depth, count, BRANCH) for x in (self._tokens, self._shares))
         found: list[Any] = [None] * count
+        tokens, shares = (self._numbers[n][:each].reshape(depth, count, BRANCH) for n in ("tokens", "shares"))
         for at, (i, one) in enumerate(zip(order, asked, strict=True)):
             mine = slice(one.depths), at, slice(one.children)
             found[i] = tokens[mine].tolist(), shares[mine].tolist()
         return found
+
+    def _lay_out(self, asked: Seq[Drafted], entries: NDArray[np.int32], width: int) -> RowsStruct:
+        """The rows of the tokens that are read first."""
+        total = sum([one.known - one.start for one in asked])
+        if total > self._known:
+            self._reserve_read(total, width)
+        read, at = self._of_read, 0
+        for i, (tokens, start, row, prefix, known, *_) in enumerate(asked):
+            end = at + known - start
+            read["read_ids"][at:end] = tokens[start:known]
+            read["slots"][at:end] = entries[row, start:known]
+            read["before"][at:end] = entries[row, start - 1 : prefix]
+            read["positions"][at:end] = range(start - 1, prefix)
+            read["prefix"][at:end] = range(start, known)
+            read["table_rows"][at:end] = row
+            self._numbers["last"][i] = end - 1
+            at = end
+        self._read.rows = total
+        return self._read
 
     def _given(self, rows: RowsStruct, store: KeyValueStore) -> tuple[Any, ...]:
         if self._store is None or self._store[0] is not store:
@@ -167,26 +197,40 @@ class NativeEagle:
         return byref(self.struct), byref(self.kernels.shape), byref(rows), byref(self.kernels.work_for(rows.rows))
 
     def _reserve(self, count: int) -> None:
-        """Scratch for the most chains so far; it grows and never shrinks."""
-        if count <= self._capacity:
+        """Scratch for the most sequences so far; it grows and never shrinks."""
+        if count <= self._count:
             return
-        hidden, given, wide = self.kernels.config.hidden, self._drafts, self.struct.to_target is not None
+        self._count, each = count, count * MAX_NODES
         self._numbers = {name: np.zeros(count, dtype) for name, dtype in DTYPES.items()}
-        self._slots = np.empty(count * MAX_NODES, np.int32)
-        self._tokens = np.zeros(count * MAX_NODES * BRANCH, np.int64)
-        self._shares = np.zeros(count * MAX_NODES * BRANCH, np.float32)
-        widths = {"inputs": 2 * hidden, "normed": hidden, "logits": self.outputs, "best": 2 * CHUNKS}
-        self._scratch = {name: torch.empty(count * width) for name, width in widths.items()}
-        if wide:  # words that the head does not know keep this
+        self._numbers["slots"] = np.zeros(each, np.int32)
+        self._numbers["tokens"] = np.zeros(each * BRANCH, np.int64)
+        self._numbers["shares"] = np.zeros(each * BRANCH, np.float32)
+        hidden = self.kernels.config.hidden
+        for name, width in {"hidden": hidden, "normed": hidden, "logits": self.outputs, "best": 2 * CHUNKS}.items():
+            self._scratch[name] = torch.empty(count * width)
+        if self.struct.to_target is not None:  # words that the head does not know keep this
             self._scratch["wide"] = torch.full((count * self.vocab,), float("-inf"))
-        arrays = {**self._numbers, "slots": self._slots, "tokens": self._tokens, "shares": self._shares}
-        for name in set(arrays) - {"table_rows", "prefix"}:
-            setattr(given, name, arrays[name].ctypes.data)
-        for name, scratch in self._scratch.items():
-            setattr(given, name, scratch.data_ptr())
         for name in ("table_rows", "prefix"):
-            setattr(self._rows, name, arrays[name].ctypes.data)
-        self._capacity = count
+            setattr(self._rows, name, self._numbers[name].ctypes.data)
+        self._point()
+
+    def _reserve_read(self, rows: int, width: int) -> None:
+        """The same for the most tokens that were read."""
+        self._known, hidden = rows, self.kernels.config.hidden
+        self._of_read = {name: np.zeros(rows, dtype) for name, dtype in {**ROWS, **READ}.items()}
+        for name, each in {"gathered": width, "x": hidden, "inputs": 2 * hidden}.items():
+            self._scratch[name] = torch.empty(rows * each)
+        for name in ROWS:
+            setattr(self._read, name, self._of_read[name].ctypes.data)
+        self._point()
+
+    def _point(self) -> None:
+        arrays = {**self._numbers, **{name: self._of_read[name] for name in READ if name in self._of_read}}
+        for name, _ in _Drafts._fields_:
+            if name in arrays:
+                setattr(self._drafts, name, arrays[name].ctypes.data)
+            elif name in self._scratch:
+                setattr(self._drafts, name, self._scratch[name].data_ptr())
 
 
 def _at(tensor: Tensor) -> c_void_p:
