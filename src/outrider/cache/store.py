@@ -47,7 +47,7 @@ class KeyValueStore:
         self.features = make(len(like), len(layers), hidden, dtype=like.dtype, device=like.device)
         self.addresses = (c_int32 * len(layers))(*layers), c_void_p(self.features.data_ptr())
 
-    def keep(self, layer: int, x: Tensor, slots: Tensor) -> None:
+    def keep_feature(self, layer: int, x: Tensor, slots: Tensor) -> None:
         """Stores the hidden states that enter this layer if it is tapped: kernels without a call of their own."""
         for place, tapped in enumerate(self.taps):  # a shallow model may have one layer tapped twice
             if tapped == layer and self.features is not None:

@@ -111,7 +111,9 @@ class EagleDrafter(NetworkDrafter):
             self._read(sequences, [length - 1 for length in known])
         asked = [self._drafted(s, plan) for s, plan in zip(sequences, draft_plans, strict=True)]
         try:
-            slots = [self.table.extend(s.row, one.depths - 1) for s, one in zip(sequences, asked, strict=True)]
+            slots = [
+                self.table.extend(s.row, one.depths - 1) for s, one in zip(sequences, asked, strict=True)
+            ]
             words, features = self.head.words_for(sequences), self.target_store.features
             found = self.head.draft(asked, slots, self.table.tensor, features, self.store, words)
         except CacheFull:  # a draft is never worth another sequence's place

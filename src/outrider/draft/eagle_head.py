@@ -73,8 +73,8 @@ class EagleHead:
     def _in_one_call(self) -> NativeEagle | None:
         """Where one rank has the whole target, on a CPU with the C kernels."""
         target, c = self.target, self.config
-        native = isinstance(self.kernels, NativeKernels) and isinstance(target.kernels, NativeKernels)
-        if not native or target.group.size > 1:
+        assert isinstance(target, Decoder)
+        if not isinstance(self.kernels, NativeKernels) or target.group.size > 1:
             return None
         words = target.head if self.head is None else self.head
         grouped = c.tap_norms or c.joint_norm
@@ -156,9 +156,7 @@ class EagleHead:
             self.kernels.layer_from(layer, inputs, x, batch, store.keys[i], store.values[i])
         return self._normed(x, self.norm) if self.config.norm_output else x
 
-    def read(
-        self, features: Tensor, slots: NDArray[np.int32], batch: Batch, store: KeyValueStore
-    ) -> Tensor:
+    def read(self, features: Tensor, slots: NDArray[np.int32], batch: Batch, store: KeyValueStore) -> Tensor:
         """`forward` of known tokens, from the target's hidden states before them, which lie in these slots."""
         if self._native is not None:
             return self._native.read(features, slots, batch, store)

@@ -350,10 +350,10 @@ class NativeKernels:
         if self.group.size > 1:
             for i, (layer, *mine) in enumerate(zip(layers, keys, values, strict=True)):
                 if features is not None:
-                    features.keep(i, x, batch.slots)
+                    features.keep_feature(i, x, batch.slots)
                 self._shared_layer(layer, x, batch, *mine)
             if features is not None:
-                features.keep(len(layers), x, batch.slots)
+                features.keep_feature(len(layers), x, batch.slots)
             return
         stack, to_keys, to_values = self._stack(layers, keys, values)
         _, *given = self._given(layers[0], x, batch)

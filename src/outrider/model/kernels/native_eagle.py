@@ -70,13 +70,27 @@ class Drafted(NamedTuple):
 BRANCH = 4  # as in eagle.h
 # Numbers of each sequence: what `Drafted` has, and scratch.
 DTYPES: dict[str, Any] = {
-    "table_rows": np.int32, "prefix": np.int32, "known": np.int64, "depths": np.int32, "children": np.int32,
-    "divisors": np.float32, "sampled": np.uint8, "seeds": np.int64, "top_k": np.int64, "top_p": np.float32,
-    "log_min_p": np.float32, "positions": np.int32, "ancestors": np.int64, "at": np.int64, "ids": np.int64,
+    "table_rows": np.int32,
+    "prefix": np.int32,
+    "known": np.int64,
+    "depths": np.int32,
+    "children": np.int32,
+    "divisors": np.float32,
+    "sampled": np.uint8,
+    "seeds": np.int64,
+    "top_k": np.int64,
+    "top_p": np.float32,
+    "log_min_p": np.float32,
+    "positions": np.int32,
+    "ancestors": np.int64,
+    "at": np.int64,
+    "ids": np.int64,
     "last": np.int32,
 }
 # The same of tokens that are read: fields of `RowsStruct`, then of `_Drafts`.
-ROWS: dict[str, Any] = {n: np.int32 for n in ("positions", "slots", "table_rows", "prefix")} | {"ancestors": np.int64}
+ROWS: dict[str, Any] = {
+    "positions": np.int32, "slots": np.int32, "table_rows": np.int32, "prefix": np.int32, "ancestors": np.int64,
+}  # fmt: skip
 READ: dict[str, Any] = {"read_ids": np.int64, "before": np.int32}  # fmt: skip
 
 
@@ -141,7 +155,7 @@ class NativeEagle:
         shares, 0 where the drafter rules a token out. `features` [slots, taps, hidden] are the target's hidden states.
         `slots` are for a chain's tokens but the last one. Only the first `words` of the head's vocabulary are drafted.
         """
-        count, order = len(asked), range(len(asked))
+        count, order = len(asked), list(range(len(asked)))
         if count > 1:
             order = sorted(order, key=lambda i: -asked[i].depths)
             asked, slots = [asked[i] for i in order], [slots[i] for i in order]
@@ -153,10 +167,14 @@ class NativeEagle:
         for i, own in enumerate(slots):
             all_slots[i : len(own) * count : count] = own
         given.count, given.depth, given.words = count, depth, words
-        given.filtered = any([one.top_k or one.top_p < 1 or one.log_min_p > -np.inf for one in asked])
+        given.filtered = any(one.top_k or one.top_p < 1 or one.log_min_p > -np.inf for one in asked)
         given.features = features.data_ptr()
         # A head's entries begin with the second token.
-        rows.rows, rows.table, rows.table_stride = count, table.data_ptr() + table.element_size(), table.stride(0)
+        rows.rows, rows.table, rows.table_stride = (
+            count,
+            table.data_ptr() + table.element_size(),
+            table.stride(0),
+        )
         read = self._lay_out(asked, table.numpy(), features[0].numel())
         read.table, read.table_stride = rows.table, rows.table_stride
         self.kernels.work_for(read.rows)
@@ -194,7 +212,12 @@ class NativeEagle:
             keys, values = (array(*(one.data_ptr() for one in some)) for some in (store.keys, store.values))
             self._store = store, keys, values
             self.struct.keys, self.struct.values = ctypes.addressof(keys), ctypes.addressof(values)
-        return byref(self.struct), byref(self.kernels.shape), byref(rows), byref(self.kernels.work_for(rows.rows))
+        return (
+            byref(self.struct),
+            byref(self.kernels.shape),
+            byref(rows),
+            byref(self.kernels.work_for(rows.rows)),
+        )
 
     def _reserve(self, count: int) -> None:
         """Scratch for the most sequences so far; it grows and never shrinks."""
@@ -206,7 +229,12 @@ class NativeEagle:
         self._numbers["tokens"] = np.zeros(each * BRANCH, np.int64)
         self._numbers["shares"] = np.zeros(each * BRANCH, np.float32)
         hidden = self.kernels.config.hidden
-        for name, width in {"hidden": hidden, "normed": hidden, "logits": self.outputs, "best": 2 * CHUNKS}.items():
+        for name, width in {
+            "hidden": hidden,
+            "normed": hidden,
+            "logits": self.outputs,
+            "best": 2 * CHUNKS,
+        }.items():
             self._scratch[name] = torch.empty(count * width)
         if self.struct.to_target is not None:  # words that the head does not know keep this
             self._scratch["wide"] = torch.full((count * self.vocab,), float("-inf"))
@@ -226,7 +254,7 @@ class NativeEagle:
 
     def _point(self) -> None:
         arrays = {**self._numbers, **{name: self._of_read[name] for name in READ if name in self._of_read}}
-        for name, _ in _Drafts._fields_:
+        for name in (field[0] for field in _Drafts._fields_):
             if name in arrays:
                 setattr(self._drafts, name, arrays[name].ctypes.data)
             elif name in self._scratch:

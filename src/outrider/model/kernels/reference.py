@@ -96,10 +96,10 @@ class ReferenceKernels:
     ) -> None:
         for i, (layer, to_keys, to_values) in enumerate(zip(layers, keys, values, strict=True)):
             if features is not None:
-                features.keep(i, x, batch.slots)
+                features.keep_feature(i, x, batch.slots)
             self.layer(layer, x, batch, to_keys, to_values)
         if features is not None:
-            features.keep(len(layers), x, batch.slots)
+            features.keep_feature(len(layers), x, batch.slots)
 
     def layer_from(
         self, w: LayerTensors, inputs: Tensor, x: Tensor, batch: Batch, keys: Tensor, values: Tensor
