@@ -58,7 +58,6 @@ class EagleDrafter(NetworkDrafter):
         target_store.tap(head.config.taps, head.config.layer.hidden)
         self.store = head.make_store(table.pool.total)
         self.run = head.make_pass(self.store)
-
         self.graphed = graphed
         self._reader: Reader | None = None  # once there is a state to read
 
@@ -107,8 +106,9 @@ class EagleDrafter(NetworkDrafter):
         """Reads and drafts in one call; no drafts if there are too few slots to borrow."""
         assert self.head.draft is not None
         known = [len(sequence.tokens) for sequence in sequences]
-        if sum([self.tokens_behind(s) for s in sequences]) > READ_ROWS[-1]:
-            self._read(sequences, [length - 1 for length in known])
+        behind = [s for s in sequences if self.tokens_behind(s)]
+        if sum([self.tokens_behind(s) for s in behind]) > READ_ROWS[-1]:
+            self._read(behind, [len(s.tokens) - 1 for s in behind])
         asked = [self._drafted(s, plan) for s, plan in zip(sequences, draft_plans, strict=True)]
         try:
             slots = [
