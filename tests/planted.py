@@ -186,6 +186,8 @@ FAULTS = [
           "engine/test_identity.py control/test_planner.py"),
     Fault("a default drafter on the host that is never asked", RUNNER, "drafter = how.drafter or self.default",
           "drafter = how.drafter or 'none'", "engine/test_graph_runner.py engine/test_matrix.py"),
+    Fault("a full prefix cache that leaves drafts one token", RUNNER, "make_room(len(rows) * largest)",
+          "make_room(len(rows))", "engine/test_graph_runner.py"),
     Fault("steps in flight that a prompt waits for", "engine/engine.py", "self.runner.lag if work else 0",
           "self.runner.lag if work and all(o.emits for o in work) else 0", "engine/test_in_flight.py"),
     # What is prepared, and when.

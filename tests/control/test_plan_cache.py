@@ -143,6 +143,20 @@ def test_plans_with_drafts_are_held_where_the_device_waits_for_the_host() -> Non
     assert not cache.host_bound
 
 
+def test_a_probe_halves_the_patience_of_a_host_that_holds_up_the_device() -> None:
+    held = {}
+    for waited in (0.5, 0.2):
+        cache, work = PlanCache(), work_of(decoding(), decoding())
+        options = options_of("persistent", work)
+        outcomes = (outcome(one.sequence, "lm", 2, 1) for one in work)
+        cache.observe(record(*outcomes, tree=TWO, plan_s=0.3, waited_s=waited))
+        for _ in range(6):
+            cache.put(work, plan_of(work, BELOW), options)
+        cache.put(work, replace(plan_of(work, PAYS), reasons=(Reason("probe"), Reason("probe"))), options)
+        held[cache.host_bound] = cache.without
+    assert held == {False: 0, True: 3}
+
+
 def test_where_the_device_waits_for_the_host_no_plan_is_made_beside_prompts_for_a_while() -> None:
     cache, work = PlanCache(), work_of(decoding(), decoding())
     beside = [*work, prompt()]

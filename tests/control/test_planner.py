@@ -14,6 +14,7 @@ from outrider.control.planner import Planner
 from outrider.types import (
     NO_DRAFT_PLAN,
     NO_TREE,
+    CapturedShape,
     DraftPlan,
     Options,
     Outcome,
@@ -422,6 +423,37 @@ def test_a_probe_by_a_drafter_that_lags_costs_its_prefill(kind) -> None:
         getattr(planner, current).idle["lm"] = idle
         found.append([depth > 0 for depth in depths(planned(planner, kind, *some, lag={"lm": lag}))])
     assert found == [[False, True, False], [False] * 3, [False, False, True]]
+
+
+def test_a_probe_costs_less_the_more_it_is_expected_to_bring() -> None:
+    """Its price is its time without what its accepted tokens would have taken."""
+    soonest = []
+    for first in (0.1, 0.4):
+        planner, some = planner_of(row=0.5), [decoding() for _ in range(3)]
+        for one in some:
+            own = planner.rates.of(one, "lm")
+            own.first, own.next = first, first
+        planner.rates.tried.add("lm")
+        kinds_by_idle = {}
+        for idle in range(PROBE_INTERVAL, 3000, 10):
+            planner.persistent.idle["lm"] = float(idle)
+            kinds_by_idle[idle] = kinds(planned(planner, "persistent", *some))[0]
+            planner.cache.clear()
+        soonest.append(min(idle for idle, kind in kinds_by_idle.items() if kind == "probe"))
+    ratio = planner.costs.captured.ratio(CapturedShape("lm", TreeShape(2, 2), 3))
+    wanted = [(ratio - (1 + first + first * first)) / PROBE_SHARE for first in (0.1, 0.4)]
+    assert soonest == [pytest.approx(one, abs=11) for one in wanted]
+
+
+def test_sequences_that_lag_are_probed_if_they_are_expected_to_earn_their_prefill() -> None:
+    planner, some = planner_of(row=0.5), [decoding() for _ in range(3)]
+    planner.costs.captured.per_token["lm"] = 0.001
+    for one, first in zip(some, (0.3, 0.3, 0.01), strict=True):
+        planner.rates.of(one, "lm").first = planner.rates.of(one, "lm").next = first
+    planner.rates.tried.add("lm")
+    planner.persistent.idle["lm"] = 1e6
+    plan = planned(planner, "persistent", *some, lag={"lm": [90, 60, 90]})
+    assert kinds(plan)[0] == "probe" and [depth > 0 for depth in depths(plan)] == [True, True, False]
 
 
 def test_model_free_drafters_are_probed_only_before_their_first_score() -> None:

@@ -246,6 +246,20 @@ def test_a_full_cache_preempts_resident_sequences(model, small) -> None:
     assert tight.scheduler.preemptions
 
 
+def test_a_full_prefix_cache_leaves_room_for_drafts(model, small, monkeypatch) -> None:
+    """Cached prefixes are evicted for all draft trees of a step, not for one token of each sequence."""
+    engine = make_engine(model, small, 1, cache_bytes=700 * model.config.kv_bytes_per_token)
+    run(engine, [request(f"old {i}", prompt_of(60, i), max_tokens=9) for i in range(14)])
+    assert engine.table.pool.free < engine.table.pool.total // 4
+    offered, options = [], engine.runner.options
+    monkeypatch.setattr(
+        engine.runner, "options", lambda *given: offered.append(options(*given)) or offered[-1]
+    )
+    run(engine, [request(f"new {i}", prompt_of(20, 50 + i), max_tokens=20 + i) for i in range(4)])
+    found = {one.size: one.trees["lm"] for one in offered if all(one.resident)}
+    assert len(found) > 1 and found == {size: engine.runner.shapes.trees("lm", size) for size in found}
+
+
 def records_of(engine: Engine, asked: Request) -> tuple[list, list[int]]:
     """Of all steps of a request, and its answer."""
     [one], records = engine.add(asked), []

@@ -233,7 +233,8 @@ class PlanCache:
             self.reason = next((why for kind, why in kinds.items() if kind != OFF.kind), OFF)
             self.without += 1
         else:
-            self.without = 0
+            # Where planning holds up the device, plans after a probe are kept, too, unless they find that drafts pay.
+            self.without = self.without // 2 if self.host_bound and "probe" in kinds else 0
             steady = kinds.keys() <= UNPROFITABLE | {"pays", "slowdown"} and not plan.prefills
             self.left = HOLD // 2 if self.host_bound and options.size and steady and not self.reading else 0
         return plan

@@ -351,8 +351,8 @@ class Planner:
     def _probe(
         self, current: Current, every: Seq[Candidates], group: Group, options: Options
     ) -> tuple[list[DraftPlan], Reason] | None:
-        """A drafter that is not in use is tried again when what the probe loses is a small share of the time since.
-        Model-free drafters are scored in every step, so that they need a probe only before the first score, and none
+        """A drafter that is not in use is tried again when what the probe is expected to lose is a small share of the
+        time since. Model-free drafters are scored in every step, so that they need a probe only before the first score, and none
         where there is nothing to draft.
         """
         for lead in dict.fromkeys(name for names in group.allowed for name in names):
@@ -364,8 +364,8 @@ class Planner:
             found = self._probe_plans(current, lead, group, options)
             if found is None:
                 continue
-            plans, ratio = found
-            if idle >= (ratio - 1 / current.speedup) / PROBE_SHARE:
+            plans, ratio, tokens = found
+            if idle >= (ratio - tokens / current.speedup) / PROBE_SHARE:
                 current.idle[lead] = 0.0  # now: what comes of it is known a step later
                 waited = ("after one that paid", "") if idle == inf else ("idle steps", round(idle))
                 depth = max(plan.depth for plan in plans)
@@ -374,9 +374,9 @@ class Planner:
 
     def _probe_plans(
         self, current: Current, lead: str, group: Group, options: Options
-    ) -> tuple[list[DraftPlan], float] | None:
-        """A small draft by this drafter, and its step's time relative to a plain one, prefill included. Sequences
-        without lag are tried; if all lag, the one that lags least.
+    ) -> tuple[list[DraftPlan], float, float] | None:
+        """A small draft by this drafter, its step's time relative to a plain one, prefill included, and the expected
+        tokens of a sequence. Sequences are tried that are expected to earn their prefill, and the one that lags least.
         """
         free = [i for i, names in enumerate(group.allowed) if lead in names]
         lag = group.by_place(options.lag.get(lead))
@@ -387,17 +387,28 @@ class Planner:
             costs = self.costs.eager
             drafting = costs.drafting({lead: PROBE_TREE.depth}) + costs.prefill(lead, lag[at])
             added = costs.step_of(group.with_nodes(at, PROBE_TREE.nodes)) - costs.step_of(group.each)
-            return plans, 1 + (added + drafting) / group.plain
+            return (
+                plans,
+                1 + (added + drafting) / group.plain,
+                1 + self._gains(lead, [at], PROBE_TREE, group)[at],
+            )
         trees = options.trees.get(lead, ())
         if not trees:
             return None
         tree = PROBE_TREE if PROBE_TREE in trees else min(trees)
-        ready = [i for i in free if not lag[i]] or [min(free, key=lambda i: lag[i])]
+        gains, ratio = self._gains(lead, free, tree, group), self.costs.captured.ratio
+        prefill = {i: self.costs.captured.prefill(lead, lag[i]) / group.plain for i in free}
+        least = min(free, key=lambda i: lag[i])
+        ready = [i for i in free if i == least or prefill[i] <= gains[i]]
         for i in ready:
             plans[i] = DraftPlan(lead, tree.nodes, tree.depth)
-        prefill = self.costs.captured.prefill(lead, float(sum(lag[i] for i in ready)))
-        ratio = self.costs.captured.ratio(CapturedShape(lead, tree, options.size))
-        return plans, ratio + prefill / group.plain
+        took = ratio(CapturedShape(lead, tree, options.size)) + sum(prefill[i] for i in ready)
+        return plans, took, 1 + sum(gains[i] for i in ready)
+
+    def _gains(self, lead: str, drafting: list[int], tree: TreeShape, group: Group) -> dict[int, float]:
+        """Expected accepted tokens of each sequence, as a share of the tokens of a plain step."""
+        count, of = len(group.sequences) + group.delayed, self.rates.of
+        return {i: of(group.sequences[i], lead).accepted(tree) / count for i in drafting}
 
     # ------------------------------------------------------------------------------------------ learning
 

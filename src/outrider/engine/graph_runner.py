@@ -147,23 +147,27 @@ class GraphRunner(Runner):
         rows = np.array([one.row for one in sequences], np.int32)
         nothing = [NO_DRAFT] * len(packed)
         plain = self._plain_shape(size, rows, packed, nothing)
-        each = self.table.pool.free // len(rows)
-        if each < MAX_RESIDENT_DEPTH and self.table.make_room(len(rows)):
-            each = self.table.pool.free // len(rows)
-        key = plain, min(each, MAX_RESIDENT_DEPTH)
+        prompts = any(one.known > 1 for one in packed)
+        shapes = {
+            name: self.shapes.trees(name, size, prompts)
+            for name in self.drafters.names
+            if self.drafters.resident(name)
+        }
+        largest = max((tree.nodes for some in shapes.values() for tree in some), default=0)
+        self.table.make_room(len(rows) * largest)
+        each = min(self.table.pool.free // len(rows), largest)
+        key = plain, each
         if key not in self.feasible or self.graphs.changed:
             if self.graphs.changed:
                 self.feasible.clear()
                 self.graphs.changed = False
-            prompts = any(one.known > 1 for one in packed)
             self.feasible[key] = {
                 name: tuple(
                     tree
-                    for tree in self.shapes.trees(name, size, prompts)
+                    for tree in some
                     if tree.nodes <= each and self._is_ready(self._drafting_shape(plain, name, tree))
                 )
-                for name in self.drafters.names
-                if self.drafters.resident(name)
+                for name, some in shapes.items()
             }
         return self.feasible[key]
 
