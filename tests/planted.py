@@ -49,14 +49,14 @@ GROWING = "engine/test_growing_batches.py"
 EAGLE, ONE_CALL = "model/kernels/eagle.h", "draft/test_eagle_one_call.py"
 FAULTS = [
     # Drafts of an EAGLE head in one call, and what drafting costs.
-    Fault("the noise of the first level at every level", EAGLE, "d->at[i] = d->known[i] + level", "d->at[i] = d->known[i]",
-          f"{ONE_CALL}::test_it_drafts_what_single_kernels_draft"),
+    Fault("the noise of the first level at every level", EAGLE, "d->at[i] = d->known[i] + level",
+          "d->at[i] = d->known[i]", f"{ONE_CALL}::test_it_drafts_what_single_kernels_draft"),
     Fault("the target's state of the token itself", "model/kernels/native_eagle.py", "entries[row, start - 1 : prefix]",
           "entries[row, start:known]", f"{ONE_CALL}::test_it_drafts_what_single_kernels_draft"),
     Fault("the last state of the target not kept", "model/kernels/cpu.c", "keep_features(count, taps, places",
           "keep_features(-1, taps, places", "draft/test_eagle.py::test_every_kind_of_head_is_the_references"),
-    Fault("a draft that costs only its levels", "control/costs.py", "min(max(slope, 0.0), height / mean)", "height / mean",
-          "control/test_costs.py::test_a_draft_costs_something_whatever_its_depth"),
+    Fault("a draft that costs only its levels", "control/costs.py", "min(max(slope, 0.0), height / mean)",
+          "height / mean", "control/test_costs.py::test_a_draft_costs_something_whatever_its_depth"),
     # gpt-oss: sinks, experts in MXFP4, answers in channels.
     Fault("a sink to the wrong base", ATTENTION, "other=0.0) * 1.4426950408889634", "other=0.0)",
           "model/gpu/test_kernels.py::test_folding_in_registers_gives_the_same_bits"),

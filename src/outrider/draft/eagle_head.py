@@ -37,7 +37,7 @@ HeadPass = Callable[[Tensor, Batch, int, int, bool], Tensor]
 Read = Callable[[str], Tensor]
 ReadHead = Callable[[Path, ModelConfig], tuple[HeadConfig, dict[str, Tensor]]]  # of a folder, for a target
 # A head with the target's whole vocabulary drafts from the first third of it, unless more than a quarter of a text's
-# last tokens are not in there. Of chat and code 3 and 8 % were not: 0.3 % fewer tokens a step at temperature 0 and 1.1 %
+# last tokens are not in there. Of chat and code 3 and 8 % were not: 0.3 % fewer tokens a step at temperature 0, 1.1 %
 # at 0.7, for a third of the time for logits (log/114). A quarter is only to tell other scripts, and was not varied.
 FREQUENT, RARE, RECENT = 3, 4, 64
 ROWS_COMPARED = 256  # of a head's embedding with its target's
