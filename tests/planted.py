@@ -47,7 +47,17 @@ RUNNER, PASSES = "engine/graph_runner.py", "(row == spare) | (commits == 0), len
 
 MIXING = "model/kernels/experts.h"
 GROWING = "engine/test_growing_batches.py"
+EAGLE, ONE_CALL = "model/kernels/eagle.h", "draft/test_eagle_one_call.py"
 FAULTS = [
+    # Drafts of an EAGLE head in one call, and what drafting costs.
+    Fault("the noise of the first level at every level", EAGLE, "d->at[i] = d->known[i] + level",
+          "d->at[i] = d->known[i]", f"{ONE_CALL}::test_it_drafts_what_single_kernels_draft"),
+    Fault("the target's state of the token itself", "model/kernels/native_eagle.py", "entries[row, start - 1 : prefix]",
+          "entries[row, start:known]", f"{ONE_CALL}::test_it_drafts_what_single_kernels_draft"),
+    Fault("the last state of the target not kept", "model/kernels/cpu.c", "keep_features(count, taps, places",
+          "keep_features(-1, taps, places", "draft/test_eagle.py::test_every_kind_of_head_is_the_references"),
+    Fault("a draft that costs only its levels", "control/costs.py", "min(max(slope, 0.0), height / mean)",
+          "height / mean", "control/test_costs.py::test_a_draft_costs_something_whatever_its_depth"),
     # gpt-oss: sinks, experts in MXFP4, answers in channels.
     Fault("a node's second block in the split of its first", ATTENTION,
           "if _split_of(limit + BLOCK) == s:", "if s >= 0:",
@@ -175,7 +185,7 @@ FAULTS = [
           "model/test_blocks.py::test_avx512_kernels_have_the_same_bits"),
     Fault("pointers of another KV cache", "model/kernels/native.py", "not all(map(is_, now, given))", "not given",
           "model/test_decoder.py::test_a_model_may_read_into_several_caches_in_turn"),
-    Fault("layers with the keys of another store", "model/decoder.py", "known[0] is not store or ", "",
+    Fault("layers with the keys of another store", "model/decoder.py", " or known[0] is not store", "",
           "model/test_decoder.py::test_a_model_may_read_into_several_caches_in_turn"),
     Fault("packed weights that lie upon others", "model/kernels/huge.py", "self._left[size:]", "self._left",
           "model/test_huge.py"),

@@ -60,7 +60,21 @@ def test_of_two_drafters_the_costlier_is_charged_with_what_the_other_does_not_ta
     drafted(0.8, lookup=4, lm=2)
     assert model.eager.per_level == pytest.approx({"lookup": 0.05, "lm": 0.3})
     drafted(0.0, lookup=4, lm=2)
-    assert model.eager.per_level == pytest.approx({"lookup": 0.05, "lm": 0.27})
+    assert model.eager.drafting({"lm": 2}) == pytest.approx(KEEP * 0.6)
+    assert model.eager.drafting({"lookup": 2}) == pytest.approx(0.1)
+
+
+def test_a_draft_costs_something_whatever_its_depth() -> None:
+    """A head reads what it missed before its first level. With the same cost for each level, deep drafts would look too
+    dear after shallow ones, and would not be tried.
+    """
+    model = CostModel()
+    for turn in range(6):
+        depth = 1 + turn % 3
+        seconds = 0.5 + 0.2 * depth
+        model.observe(record(outcome(ONE, "lm", depth), draft_s=seconds, seconds=5.0))
+    assert model.eager.per_draft["lm"] == pytest.approx(0.5, abs=1e-6)
+    assert model.eager.per_level["lm"] == pytest.approx(0.2, abs=1e-6)
 
 
 def test_a_disturbed_pass_is_not_taken_for_its_rows() -> None:

@@ -36,7 +36,7 @@ def made(costs: EagerCosts | None = None, drafts: tuple[Part, ...] = DRAFTS, **s
 
 def learned(curve: dict[int, float]) -> EagerCosts:
     costs = EagerCosts()
-    costs.curve, costs.per_level = dict(curve), {"lookup": 0.0001}
+    costs.curve, costs.per_draft, costs.per_level = dict(curve), {"lookup": 0.0003}, {"lookup": 0.0001}
     return costs
 
 
@@ -49,7 +49,7 @@ def test_it_is_taken_up_at_the_pace_of_now(folder: Path) -> None:
     again = made()
     assert again.recall(lambda rows: 2 * CURVE[rows])  # the machine has other load
     assert again.costs.curve == pytest.approx({rows: 2 * seconds for rows, seconds in CURVE.items()})
-    assert again.costs.per_level == pytest.approx({"lookup": 0.0002})
+    assert again.costs.drafting({"lookup": 4}) == pytest.approx(2 * 0.0007)
     assert again.costs.step(6) == pytest.approx(2 * (CURVE[4] + CURVE[8]) / 2)
 
 
@@ -149,6 +149,7 @@ def test_each_has_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         lambda kept: json.dumps({**kept, "curve": {"1": 5e-324}}),
         lambda kept: json.dumps({**kept, "curve": CURVE | {16: 1e9}}),
         lambda kept: json.dumps({**kept, "per_level": {"lookup": 1e9}}),
+        lambda kept: json.dumps({**kept, "per_draft": {"lookup": -1}}),
         lambda kept: json.dumps({**kept, "padding": "x" * kept_costs.MAX_BYTES}),
         lambda kept: "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import memmove
+from ctypes import c_int32, c_void_p
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class KeyValueStore:
         self.values: list[Tensor] = both[len(shapes) :]
         self.taps: tuple[int, ...] = ()
         self.features: Tensor | None = None
-        self._host: tuple[int, int] | None = None  # on a CPU: address of the features, and bytes of one
+        self.addresses: tuple[Any, c_void_p | None] = None, None  # of taps and features, for kernels of a CPU
 
     def tap(self, layers: tuple[int, ...], hidden: int) -> None:
         """Starts to store, by slot, the hidden states that enter these layers; the number of layers stands for the
@@ -45,19 +45,10 @@ class KeyValueStore:
         like = self.keys[0]
         make = torch.empty if like.dtype == torch.float32 else torch.zeros
         self.features = make(len(like), len(layers), hidden, dtype=like.dtype, device=like.device)
-        on_host = like.dtype == torch.float32 and not like.is_cuda
-        self._host = (self.features.data_ptr(), 4 * hidden) if on_host else None
+        self.addresses = (c_int32 * len(layers))(*layers), c_void_p(self.features.data_ptr())
 
     def keep_feature(self, layer: int, x: Tensor, slots: Tensor) -> None:
-        if self.features is None:
-            return
+        """Stores the hidden states that enter this layer if it is tapped: kernels without a call of their own."""
         for place, tapped in enumerate(self.taps):  # a shallow model may have one layer tapped twice
-            if tapped == layer and self._host is not None:
-                base, size = self._host
-                # A row is a few kilobytes: indexing a tensor takes much longer than copying the bytes (log/058).
-                x = x.contiguous()
-                source = x.data_ptr()
-                for row, slot in enumerate(slots.tolist()):
-                    memmove(base + (slot * len(self.taps) + place) * size, source + row * size, size)
-            elif tapped == layer:
+            if tapped == layer and self.features is not None:
                 self.features[slots, place] = x.to(self.features.dtype)

@@ -88,6 +88,10 @@ class SlotTable:
         last = end if drafted is None else length + drafted
         if len(path) == last - length:
             return
+        if last == end and (not path or path[-1] == len(path) - 1):  # nothing moves: the rest is dropped
+            self.lengths[row] = length + len(path)
+            self.pool.drop(self.entries[row, length + len(path) : end].copy())
+            return
         nodes = self.entries[row, length:last].copy()
         later = self.entries[row, last:end].copy()
         kept = nodes[list(path)]

@@ -210,8 +210,10 @@ def own_chains(
         draft = drafts[item]
         assert draft is not None
         if level > levels.get(draft.drafter, 0):
-            levels[draft.drafter] = level
             drafting += costs.per_level.get(draft.drafter, 0.0)
+            if not levels.get(draft.drafter):
+                drafting += costs.per_draft.get(draft.drafter, 0.0)
+            levels[draft.drafter] = level
         if not depths[item]:
             drafting += draft.delay
         depths[item] = max(depths[item], level)

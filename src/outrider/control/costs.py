@@ -63,12 +63,15 @@ class EagerCosts:
         self.by_rows: dict[int, float] = {}  # steps that were taken
         self.times: Counter[int] = Counter()  # how often, by rows
         self.by_batch: dict[int, float] = {}  # plain steps, by sequences
-        self.per_level: dict[str, float] = {}  # of drafting, by drafter
+        self.per_draft: dict[str, float] = {}  # of drafting, by drafter: whatever the depth,
+        self.per_level: dict[str, float] = {}  # and for each level
         self.per_token: dict[str, float] = {}  # of a drafter's prefill
         self.per_prompt_row: dict[int, float] = {}  # by prompt rows, rounded up to a power of two
         self.per_lone_row: dict[int, float] = {}  # the same of steps with prompt rows alone
         self.baselines = Baselines()
         self.experts: ExpertCosts | None = None  # of a mixture of experts
+        self._drafts: dict[str, dict[int, float]] = {}  # drafting, by drafter and depth,
+        self._drafted: dict[str, Counter[int]] = {}  # and how often, as far as that counts
         self._points: tuple[list[int], list[float]] | None = None
 
     def plain(self, batch: int) -> float:
@@ -132,7 +135,10 @@ class EagerCosts:
 
     def drafting(self, levels: Mapping[str, int]) -> float:
         """Seconds of drafting to these depths, by drafter."""
-        return sum(self.per_level.get(name, 0.0) * depth for name, depth in levels.items())
+        return sum(
+            self.per_draft.get(name, 0.0) + self.per_level.get(name, 0.0) * depth
+            for name, depth in levels.items()
+        )
 
     def prefill(self, drafter: str, tokens: float) -> float:
         """Seconds of a drafter's prefill; 0 until one was measured, so that one is."""
@@ -163,7 +169,23 @@ class EagerCosts:
             # The costliest drafter is charged with what the others do not take.
             name = max(levels, key=lambda one: self.per_level.get(one, inf))
             depth = levels.pop(name)
-            _learn(self.per_level, name, max(0.0, record.draft_s - self.drafting(levels)) / depth)
+            self._learn_drafting(name, depth, max(0.0, record.draft_s - self.drafting(levels)))
+
+    def _learn_drafting(self, name: str, depth: int, seconds: float) -> None:
+        """Fits a line through the drafts of each depth: the first level reads known tokens, too."""
+        if name not in self._drafts:  # what is known from an earlier start counts as two drafts
+            known = (1, 2) if name in self.per_level else ()
+            self._drafts[name] = {d: self.drafting({name: d}) for d in known}
+            self._drafted[name] = Counter(known)
+        drafts, times = self._drafts[name], self._drafted[name]
+        _learn(drafts, depth, seconds)
+        times[depth] = min(times[depth] + 1, round(1 / (1 - KEEP)))
+        count, mean = times.total(), sum(d * n for d, n in times.items()) / times.total()
+        height = sum(drafts[d] * n for d, n in times.items()) / count
+        spread = sum((d - mean) ** 2 * n for d, n in times.items())
+        slope = sum((d - mean) * drafts[d] * n for d, n in times.items()) / spread if spread else inf
+        self.per_level[name] = min(max(slope, 0.0), height / mean)
+        self.per_draft[name] = height - mean * self.per_level[name]
 
     def observe_prefill(self, record: StepRecord) -> None:
         """Learns a drafter's prefill: what drafting took beyond its usual time."""

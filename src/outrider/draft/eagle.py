@@ -19,14 +19,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from outrider.cache.pool import CacheFull
 from outrider.cache.store import KeyValueStore
 from outrider.cache.table import SlotTable
 from outrider.device.ops import Layout, Pass, StepOps, TreeLayout, known_rows
 from outrider.draft.drafter import MAX_PASSES
 from outrider.draft.eagle_head import EagleHead
 from outrider.draft.reading import NetworkDrafter, Reader, pieces, text_batch
-from outrider.draft.tree import Growth, Place, grow_drafts, host_draw
+from outrider.draft.tree import BRANCH, SLIM, Growth, Place, grow_drafts, host_draw, slim_tree
+from outrider.model.kernels.native_eagle import Drafted
 from outrider.types import NO_DRAFT, Batch, Draft, DraftPlan, Sequence
+from outrider.verify.batch import mode_of
+from outrider.verify.filters import wanted
+from outrider.verify.rows import clamp_temperature
 
 # Known tokens that the head catches up on in one pass, on a device filled up to one of these.
 READ_ROWS = (128, 512)
@@ -62,6 +67,10 @@ class EagleDrafter(NetworkDrafter):
         if not able:
             return drafts
         some, asked = [sequences[i] for i in able], [draft_plans[i] for i in able]
+        if self.head.draft is not None and all(map(is_slim, some, asked)):
+            for i, draft in zip(able, self._draft_slim(some, asked), strict=True):
+                drafts[i] = draft
+            return drafts
         hidden = self._read(some, [len(s.tokens) for s in some])
         made: dict[Place, Tensor] = {(i, -1): row for i, row in enumerate(hidden)}
 
@@ -84,13 +93,45 @@ class EagleDrafter(NetworkDrafter):
         starts = [min(max(self.progress.of(s), 1), end - 1) for s, end in zip(sequences, ends, strict=True)]
         texts = [s.tokens[a:b] for s, a, b in zip(sequences, starts, ends, strict=True)]
         batch = text_batch(self.table, [s.row for s in sequences], texts, starts, behind=1)
-        made = [
-            self.head.forward(self._before(self.table.tensor, piece), piece, self.store)
-            for piece in pieces(batch, READ_ROWS[-1])
-        ]
+        made, features = [], self.target_store.features
+        assert features is not None
+        for piece in pieces(batch, READ_ROWS[-1]):
+            slots = self.table.entries[piece.table_rows.numpy(), piece.positions.numpy()]
+            made.append(self.head.read(features, slots, piece, self.store))
         for sequence, end in zip(sequences, ends, strict=True):
             self.progress.note(sequence, end)
         return torch.cat(made)[batch.logit_rows]
+
+    def _draft_slim(self, sequences: Seq[Sequence], draft_plans: Seq[DraftPlan]) -> list[Draft]:
+        """Reads and drafts in one call; no drafts if there are too few slots to borrow."""
+        assert self.head.draft is not None
+        known = [len(sequence.tokens) for sequence in sequences]
+        behind = [s for s in sequences if self.tokens_behind(s)]
+        if sum([self.tokens_behind(s) for s in behind]) > READ_ROWS[-1]:
+            self._read(behind, [len(s.tokens) - 1 for s in behind])
+        asked = [self._drafted(s, plan) for s, plan in zip(sequences, draft_plans, strict=True)]
+        try:
+            slots = [
+                self.table.extend(s.row, one.depths - 1) for s, one in zip(sequences, asked, strict=True)
+            ]
+            words, features = self.head.words_for(sequences), self.target_store.features
+            found = self.head.draft(asked, slots, self.table.tensor, features, self.store, words)
+        except CacheFull:  # a draft is never worth another sequence's place
+            return [NO_DRAFT] * len(sequences)
+        finally:
+            for sequence, length in zip(sequences, known, strict=True):
+                self.table.commit(sequence.row, length)
+        for sequence, length in zip(sequences, known, strict=True):
+            self.progress.note(sequence, length)
+        return [slim_tree(plan, *one) for plan, one in zip(draft_plans, found, strict=True)]
+
+    def _drafted(self, sequence: Sequence, plan: DraftPlan) -> Drafted:
+        params, tokens = sequence.request.params, sequence.tokens
+        start, known = min(max(self.progress.of(sequence), 1), len(tokens) - 1), len(tokens)
+        depth, children = min(plan.nodes, plan.depth), BRANCH if plan.nodes > plan.depth else 1
+        divisor, sampled = clamp_temperature(params.temperature) or 1.0, params.temperature > 0
+        law = divisor, sampled, sequence.seed, *wanted(params)
+        return Drafted(tokens, start, sequence.row, known - 1, known, depth, children, *law)
 
     def _before(self, table: Tensor, batch: Batch) -> Tensor:
         """The target's hidden states before each of these known tokens, fused."""
@@ -135,6 +176,18 @@ class EagleDrafter(NetworkDrafter):
     ) -> Batch:
         """A layout whose positions lie one behind: the head's entries begin with the second token."""
         return replace(ops.build_batch(rows, lengths, layout, sampled), table=ops.state.table[:, 1:])
+
+
+def is_slim(sequence: Sequence, plan: DraftPlan) -> bool:
+    """Whether its draft is a chain, or one with some further nodes beside it, of tokens that the law of sampling
+    chooses from logits that its request does not edit.
+    """
+    return (
+        plan.tree is None
+        and 0 < plan.nodes <= SLIM * plan.depth
+        and mode_of(sequence) != "rejection"
+        and not sequence.request.edits_logits
+    )
 
 
 def _of_parents(ops: StepOps, hidden: Tensor, tree: TreeLayout, depth: int) -> Tensor:

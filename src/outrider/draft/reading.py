@@ -72,6 +72,14 @@ def text_batch(
 
     Where positions count from a later token of the text, they lie `behind`, and so does the table.
     """
+    if len(texts) == 1:  # arrays of one sequence need not be joined
+        [row], [text], [start] = rows, texts, starts
+        entries, ids = np.arange(start, start + len(text), dtype=np.int32), np.array(text, np.int64)
+        owners, ends = np.full(len(text), row, np.int32), np.arange(len(text))
+        ends = ends[-1:] if last_only else ends
+        positions = entries - behind
+        none = np.zeros(len(text), np.int64)
+        return slot_batch(table, ids, positions, entries, owners, positions + 1, none, ends, behind)
     sizes = [len(text) for text in texts]
     entries = np.concatenate(
         [np.arange(s, s + n, dtype=np.int32) for s, n in zip(starts, sizes, strict=True)]

@@ -32,7 +32,8 @@ from outrider.verify.process import process
 from outrider.verify.rows import LogitRows
 
 BRANCH = 4  # children a node may get in a grown tree
-BEAM = 4  # nodes of a level that get children
+BEAM = 4  # nodes of a level that get children, where a tree has more than twice as many nodes as levels
+SLIM = 2  # nodes for each level
 CANDIDATES = 64  # likeliest tokens that take part in a draw without a kernel, or of several children
 
 Place = tuple[int, int]  # index of the sequence; node, -1 for the root
@@ -82,9 +83,10 @@ class Growth:
         fresh = [node for node in fresh if self.children(self.depths[node])]
         if self.draft_plan.tree is not None or len(fresh) <= 1:
             return fresh
-        beam = min(
-            BEAM, MAX_NODES // self.draft_plan.depth
-        )  # a drafter's own mask has room for so many fed nodes
+        depth, nodes = self.draft_plan.depth, self.draft_plan.nodes
+        # A drafter's own mask has room for so many fed nodes. In a slim tree the best node alone gets children: more
+        # of them bring nothing (log/114).
+        beam = 1 if nodes <= SLIM * depth else min(BEAM, MAX_NODES // depth)
         return sorted(sorted(fresh, key=lambda n: -self.survival[n])[:beam])
 
     def harvest(self) -> tuple[Draft, list[int]]:
@@ -128,6 +130,18 @@ def grow(
         for growth, mine in zip(drawn, each.split([len(growth.drawn) for growth in drawn]), strict=True):
             growth.log_q = mine
     return growths
+
+
+def slim_tree(draft_plan: DraftPlan, tokens: Seq[Seq[int]], shares: Seq[Seq[float]]) -> Draft:
+    """The draft of a slim tree, from the children of each level's best node and their shares."""
+    if draft_plan.nodes <= draft_plan.depth:
+        return Draft.chain([token for [token] in tokens])
+    growth, above = Growth(draft_plan), -1
+    for children, parts in zip(tokens, shares, strict=True):
+        pairs = zip(children, parts, strict=True)
+        fresh = [growth.add(above, token, share, None) for token, share in pairs if share > 0]
+        above = fresh[0]
+    return growth.harvest()[0]
 
 
 def _branch(

@@ -68,7 +68,7 @@ class KeptCosts:
         kept = self._read()
         if kept is None:
             return False
-        curve, per_level, experts = kept
+        curve, per_draft, per_level, experts = kept
         few, alone = sorted(n for n in curve if 1 < n <= CHECKED), measure(1)
         for rows in dict.fromkeys((*few[:1], *few[-1:])):
             grown = measure(rows) / alone / (curve[rows] / curve[1])
@@ -79,7 +79,8 @@ class KeptCosts:
         pace = alone / curve[1]
         for rows, seconds in curve.items():
             self.costs.learn_pass(rows, pace * seconds)
-        self.costs.per_level.update((name, pace * seconds) for name, seconds in per_level.items())
+        for known, costs in ((per_draft, self.costs.per_draft), (per_level, self.costs.per_level)):
+            costs.update((name, pace * seconds) for name, seconds in known.items())
         if self.costs.experts is not None and experts is not None:
             self.costs.experts.recall(experts)
         return True
@@ -92,7 +93,8 @@ class KeptCosts:
         if 1 not in curve:  # without it, the next start could not check the file
             return
         self.written = self.costs.learned
-        kept = {"about": self.about, "curve": curve, "per_level": self.costs.per_level}
+        drafting = {"per_draft": self.costs.per_draft, "per_level": self.costs.per_level}
+        kept = {"about": self.about, "curve": curve, **drafting}
         if self.costs.experts is not None:
             kept["experts"] = self.costs.experts.known()
         # Other processes may write at the same time.
@@ -109,9 +111,9 @@ class KeptCosts:
                 log.info("costs are not kept: %s", error)
             self.failed = True
 
-    def _read(self) -> tuple[dict[int, float], dict[str, float], Known | None] | None:
-        """Seconds of passes by rows, and of a level of drafts by drafter; what is known of experts. None if the file is
-        missing or not valid.
+    def _read(self) -> tuple[dict[int, float], dict[str, float], dict[str, float], Known | None] | None:
+        """Seconds of passes by rows, of drafts and of a level of them by drafter; what is known of experts. None if the
+        file is missing or not valid.
         """
         if self.file is None:
             return None
@@ -122,11 +124,14 @@ class KeptCosts:
             if kept["about"] != self.about:
                 raise ValueError("it is of another model, machine or version")
             curve = {int(rows): float(seconds) for rows, seconds in kept["curve"].items()}
-            per_level = {str(name): float(seconds) for name, seconds in kept["per_level"].items()}
+            per_draft, per_level = (
+                {str(name): float(seconds) for name, seconds in kept[part].items()}
+                for part in ("per_draft", "per_level")
+            )
             least, most = SECONDS
             if not all(0 < rows <= MOST_ROWS and least <= s <= most for rows, s in curve.items()):
                 raise ValueError("no pass has these rows or takes this long")
-            if not all(0 <= s <= most for s in per_level.values()):
+            if not all(0 <= s <= most for s in (*per_draft.values(), *per_level.values())):
                 raise ValueError("no draft takes this long")
             experts = None if self.costs.experts is None else checked(kept["experts"])
             curve[1]  # raises if it is missing: `recall` compares with it
@@ -135,4 +140,4 @@ class KeptCosts:
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as e:
             log.info("costs kept in %s are ignored: %s: %.200s", self.file, type(e).__name__, e)
             return None
-        return curve, per_level, experts
+        return curve, per_draft, per_level, experts

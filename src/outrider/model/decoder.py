@@ -10,7 +10,6 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -98,10 +97,6 @@ def kv_bytes(model: Model) -> int:
     return model.config.kv_numbers * model.dtype.itemsize
 
 
-# The first layer's index, the layers, their keys, and their values.
-LayerRun = tuple[int, list[Any], list[Tensor], list[Tensor]]
-
-
 class Decoder:
     device, dtype = torch.device("cpu"), torch.float32
 
@@ -119,7 +114,7 @@ class Decoder:
             return weight
 
         self.layers = [kernels.pack_layer(tensors) for tensors in read_ahead(noted, config)]
-        self._cut: dict[int, tuple[KeyValueStore, tuple[int, ...], list[LayerRun]]] = {}  # by layers
+        self._first: dict[int, tuple[KeyValueStore, list[Any], list[Tensor], list[Tensor]]] = {}  # by layers
         self.norm = read("model.norm.weight").float().contiguous()
         table = noted("model.embed_tokens.weight")
         self.embedding, self.head = kernels.pack_ends(
@@ -147,24 +142,19 @@ class Decoder:
 
     def _run(self, batch: Batch, store: KeyValueStore, layers: int) -> Tensor:
         x = self.own_rows(batch.ids, self.embed_own)
-        for first, own, keys, values in self._layer_runs(store, layers):
-            if first in store.taps:
-                store.keep_feature(first, x, batch.slots)
-            self.kernels.layers(own, x, batch, keys, values)
-        if layers in store.taps:
-            store.keep_feature(layers, x, batch.slots)
+        self.kernels.layers(*self._first_layers(store, layers, x, batch), store)
         return x
 
-    def _layer_runs(self, store: KeyValueStore, layers: int) -> list[LayerRun]:
-        """The first `layers` layers, cut where the store taps. Made anew only for another store or other taps: kernels
-        know lists that they were given before (log/104).
+    def _first_layers(self, store: KeyValueStore, layers: int, x: Tensor, batch: Batch) -> tuple[Any, ...]:
+        """The first `layers` layers, the pass, their keys and values. Lists are made anew only for another store:
+        kernels know lists that they were given before (log/104).
         """
-        known = self._cut.get(layers)
-        if known is None or known[0] is not store or known[1] != store.taps:
-            ends = sorted({0, *(tap for tap in store.taps if tap < layers), layers})
-            made = [(a, self.layers[a:b], store.keys[a:b], store.values[a:b]) for a, b in pairwise(ends)]
-            known = self._cut[layers] = store, store.taps, made
-        return known[2]
+        known = self._first.get(layers)
+        if known is None or known[0] is not store:
+            lists = self.layers[:layers], store.keys[:layers], store.values[:layers]
+            known = self._first[layers] = store, *lists
+        _, own, keys, values = known
+        return own, x, batch, keys, values
 
     @shared
     def embed(self, ids: Tensor) -> Tensor:

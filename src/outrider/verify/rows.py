@@ -102,6 +102,13 @@ def lay_out(sequences: Seq[Sequence], drafts: Seq[Draft]) -> TreeRows:
         made = TreeRows(sequences, drafts, rows, root, np.zeros(len(drafts), np.int64), rows, root, rows)
         made.roots = True
         return made
+    if len(drafts) == 1:  # numbers of one draft need no offsets
+        [draft] = drafts
+        node, depth = np.arange(-1, len(draft)), np.array([0, *draft.depths])
+        parent = np.array([0, *draft.parents])
+        parent[1:] += 1
+        token, none = np.array([-1, *draft.tokens], np.int64), np.zeros(1 + len(draft), np.int64)
+        return TreeRows(sequences, drafts, none, node, depth, none[:1], token, parent)
     sizes = np.array([1 + len(d) for d in drafts], np.int64)
     starts = np.cumsum(sizes) - sizes
     total = int(sizes.sum())

@@ -132,7 +132,7 @@ ALWAYS void tile(const int number, const int rows, const void *w, const Rounded 
         const uint8_t *header = super_block(kind, w, b / kind.blocks), *block = block_in(kind, header, b % kind.blocks);
         const uint8_t *high = block + scale_bytes(kind), *low = high + high_bytes(kind);
         size_t at = (size_t)m * x->blocks + (size_t)b * rows;
-        if (rows == 1) UNROLL for (int c = 0; c < block_bytes(kind); c += 64) __builtin_prefetch(block + AHEAD + c);
+        UNROLL for (int c = 0; c < block_bytes(kind); c += 64) __builtin_prefetch(block + AHEAD + c);
         UNROLL for (int h = 0; h <= kind.halves; h++) {
             Ints sum[TILE][WIDTH];
             UNROLL for (int r = 0; r < rows; r++) {

@@ -14,6 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "blocks.h"
 #include "team.h"
@@ -973,11 +974,24 @@ int outrider_layer_from(const Layer *layer, const Shape *s, const Rows *b, const
     return done;
 }
 
-/* Layers one after the other, in one call: between two calls of Python the other threads wait. */
+/* The rows of x, kept by slot, for each place of this layer among the taps: features [slots][places][hidden]. */
+static void keep_features(int layer, const int32_t *taps, int places, const Shape *s, const Rows *b, const float *x,
+                          float *features) {
+    size_t H = s->hidden;
+    for (int place = 0; place < places; place++)
+        for (int r = 0; r < b->rows && taps[place] == layer; r++)
+            memcpy(features + (b->slots[r] * (size_t)places + place) * H, x + r * H, H * sizeof(float));
+}
+
+/* Layers one after the other, in one call: between two calls of Python the other threads wait. The hidden states that enter
+ * the tapped layers are kept; the number of layers stands for those that leave the last one. */
 int outrider_layers(const Layer *const *layers, int count, const Shape *s, const Rows *b, const Work *w,
-                     float *const *keys, float *const *values) {
-    for (int i = 0; i < count; i++)
+                     float *const *keys, float *const *values, const int32_t *taps, int places, float *features) {
+    for (int i = 0; i < count; i++) {
+        keep_features(i, taps, places, s, b, w->x, features);
         if (!outrider_layer_from(layers[i], s, b, w, 0, 0, keys[i], values[i])) return 0;
+    }
+    keep_features(count, taps, places, s, b, w->x, features);
     return 1;
 }
 
@@ -1188,3 +1202,5 @@ void outrider_filter(float *logits, int rows, int vocab, const int64_t *top_k, c
                    int threads) {
     team_run(threads, rows, filter_rows, &(Filtering){logits, vocab, top_k, top_p, log_min_p});
 }
+
+#include "eagle.h"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.cache.store import KeyValueStore
 from outrider.errors import BadCheckpoint, KernelUnavailable, OutOfMemory
 from outrider.load.config import LayerSpec, ModelConfig
 from outrider.load.quants import Blocks
@@ -37,7 +38,7 @@ class _Part(Structure):
     _fields_ = [("data", c_void_p), ("kind", c_int32), ("outputs", c_int32)]
 
 
-class _Matrix(Structure):
+class MatrixStruct(Structure):
     _fields_ = [("parts", _Part * PARTS)]
 
 
@@ -50,12 +51,12 @@ class _Heads(Structure):
 
 
 class _Mlp(Structure):
-    _fields_ = [*((n, _Matrix) for n in MLP), *((n, c_void_p) for n in MLP_BIASES)]
+    _fields_ = [*((n, MatrixStruct) for n in MLP), *((n, c_void_p) for n in MLP_BIASES)]
 
 
 class _Experts(Structure):
     _fields_ = [
-        *((n, _Matrix) for n in ("router", "shared_gate")),
+        *((n, MatrixStruct) for n in ("router", "shared_gate")),
         *((n, c_void_p) for n in ("router_bias", "correction", "each")),
         *((n, c_int32) for n in ("count", "per_token", "width", "all_width", "sigmoid", "normalise")),
         *((n, c_int32) for n in ("groups", "groups_kept", "weighs_input", "by_score")),
@@ -67,7 +68,7 @@ class _Layer(Structure):
     _fields_ = [
         *((n, c_void_p) for n in ("attn_norm", "qkv_bias", "q_norm", "k_norm", "out_bias")),
         *((n, c_void_p) for n in ("mlp_norm", "out_norm", "down_norm", "cos", "sin", "gain")),
-        *((n, _Matrix) for n in ("qkv", "out")),
+        *((n, MatrixStruct) for n in ("qkv", "out")),
         ("mlp", _Mlp),
         ("experts", c_void_p),
         ("heads", _Heads),
@@ -83,7 +84,7 @@ class _Shape(Structure):
     ]
 
 
-class _Rows(Structure):
+class RowsStruct(Structure):
     _fields_ = [
         ("rows", c_int32),
         ("table_stride", c_int32),
@@ -121,7 +122,7 @@ class NativeLinear:
     matrix: Any = field(init=False, repr=False)  # what C is given; weights are replaced where they lie
 
     def __post_init__(self) -> None:
-        self.matrix = byref(_matrix(self.parts))
+        self.matrix = byref(matrix_of(self.parts))
 
 
 @dataclass(slots=True)
@@ -154,8 +155,8 @@ class NativeKernels:
         self.lib.blocks_panel_bytes.restype = c_size_t
         self.lib.outrider_variant.restype = self.lib.outrider_chosen.restype = c_char_p
         for multiply in ("linear", "head", "stage", "layer_from", "layers"):
-            getattr(self.lib, f"outrider_{multiply}").restype = _checked
-        pointers = POINTER(_Layer), POINTER(_Shape), POINTER(_Rows), POINTER(_Work)
+            getattr(self.lib, f"outrider_{multiply}").restype = checked
+        pointers = POINTER(_Layer), POINTER(_Shape), POINTER(RowsStruct), POINTER(_Work)
         given: list[Any] = [*pointers, c_void_p, c_int32, c_void_p, c_void_p]
         self.lib.outrider_layer_from.argtypes, self.lib.outrider_stage.argtypes = given, [c_int32, *given]
         own = group.cut(config.hidden)
@@ -163,7 +164,7 @@ class NativeKernels:
         self.shape = _Shape(config.hidden, threads, sums, config.norm_eps, config.residual_scale)
         width = -(-(tables.positions + MAX_NODES + 1) // PANEL) * PANEL
         self.scores = torch.empty(threads, TALL * GROUP * width)
-        self._bound: tuple[Batch, _Rows] | None = None
+        self._bound: tuple[Batch, RowsStruct] | None = None
         self._stacks: dict[int, tuple[Seq[Any], Seq[Any], Any]] = {}  # by the first layer
         self._best = torch.empty(0, dtype=torch.int32)  # scratch of `draw`
         self._touched = c_int32()
@@ -234,7 +235,7 @@ class NativeKernels:
             setattr(struct, field, kept[name].data_ptr())
             return
         parts = self._pack(value)
-        setattr(struct, field, _matrix(parts))
+        setattr(struct, field, matrix_of(parts))
         kept |= {f"{name}.{i}": part.packed for i, part in enumerate(parts)}
 
     def _pack_experts(self, t: ExpertTensors, whole: LayerSpec, kept: dict[str, Tensor]) -> tuple[Any, Any]:
@@ -335,16 +336,32 @@ class NativeKernels:
         self.layers([layer], x, batch, [keys], [values])
 
     def layers(
-        self, layers: Seq[NativeLayer], x: Tensor, batch: Batch, keys: Seq[Tensor], values: Seq[Tensor]
+        self,
+        layers: Seq[NativeLayer],
+        x: Tensor,
+        batch: Batch,
+        keys: Seq[Tensor],
+        values: Seq[Tensor],
+        features: KeyValueStore | None = None,
     ) -> None:
-        """Layers one after the other; keys and values are by layer."""
+        """Layers one after the other, the model's first ones if hidden states are kept among the `features` of a
+        store; keys and values are by layer.
+        """
         if self.group.size > 1:
-            for layer, mine in zip(layers, zip(keys, values, strict=True), strict=True):
+            for i, (layer, *mine) in enumerate(zip(layers, keys, values, strict=True)):
+                if features is not None:
+                    features.keep_feature(i, x, batch.slots)
                 self._shared_layer(layer, x, batch, *mine)
+            if features is not None:
+                features.keep_feature(len(layers), x, batch.slots)
             return
         stack, to_keys, to_values = self._stack(layers, keys, values)
         _, *given = self._given(layers[0], x, batch)
-        self.lib.outrider_layers(stack, len(layers), *map(byref, given), to_keys, to_values)
+        taps, to_features = (None, None) if features is None else features.addresses
+        places = 0 if taps is None else len(taps)
+        self.lib.outrider_layers(
+            stack, len(layers), *map(byref, given), to_keys, to_values, taps, places, to_features
+        )
 
     def _stack(self, layers: Seq[NativeLayer], keys: Seq[Tensor], values: Seq[Tensor]) -> Any:
         """Pointers to layers, keys and values, made again only where one is not what it was in the last pass.
@@ -415,13 +432,13 @@ class NativeKernels:
             *given, _ptr(inputs), inputs.shape[1], keys.data_ptr(), values.data_ptr()
         )
 
-    def _given(self, layer: NativeLayer, x: Tensor, batch: Batch) -> tuple[_Layer, _Shape, _Rows, _Work]:
-        rows = self._rows(batch)
-        self._reserve(rows.rows)
-        self._work.x = x.data_ptr()
+    def _given(self, layer: NativeLayer, x: Tensor, batch: Batch) -> tuple[_Layer, _Shape, RowsStruct, _Work]:
+        rows = self.rows_of(batch)
+        work = self.work_for(rows.rows)
+        work.x = x.data_ptr()
         if self.group.size == 1:
-            self._work.sums = x.data_ptr()
-        return layer.struct, self.shape, rows, self._work
+            work.sums = x.data_ptr()
+        return layer.struct, self.shape, rows, work
 
     def attention(
         self,
@@ -439,7 +456,7 @@ class NativeKernels:
         heads = _Heads(q.shape[1], keys.shape[1], q.shape[2], window, chunk, scale, softcap, own)
         out = torch.empty_like(q)
         self.lib.outrider_attention(
-            byref(heads), byref(self._rows(batch)), self.threads, _ptr(q), _ptr(keys), _ptr(values),
+            byref(heads), byref(self.rows_of(batch)), self.threads, _ptr(q), _ptr(keys), _ptr(values),
             _ptr(self.scores), self.scores.shape[1], _ptr(out),
         )  # fmt: skip
         return out
@@ -461,18 +478,21 @@ class NativeKernels:
             _ptr(logits), rows, vocab, _ptr(top_k), _ptr(top_p), _ptr(log_min_p), self.threads
         )
 
-    def _rows(self, batch: Batch) -> _Rows:
+    def rows_of(self, batch: Batch) -> RowsStruct:
         """The batch's pointers, made once per pass, not once per layer."""
         if self._bound is None or self._bound[0] is not batch:
             names = ("positions", "slots", "table_rows", "prefix", "ancestors", "table")
             pointers: dict[str, Any] = {name: getattr(batch, name).data_ptr() for name in names}
-            self._bound = batch, _Rows(rows=batch.rows, table_stride=batch.table.stride(0), **pointers)
+            self._bound = batch, RowsStruct(rows=batch.rows, table_stride=batch.table.stride(0), **pointers)
         return self._bound[1]
 
-    def _reserve(self, rows: int) -> None:
+    def work_for(self, rows: int) -> _Work:
         """Scratch memory for the widest pass so far; it grows and never shrinks."""
-        if rows <= self._capacity:
-            return
+        if rows > self._capacity:
+            self._reserve(rows)
+        return self._work
+
+    def _reserve(self, rows: int) -> None:
         needed = [
             (s.head_dim * (s.heads + 2 * s.kv_heads), s.head_dim * s.heads, s.intermediate)
             for s in self.config.specs
@@ -507,7 +527,7 @@ class NativeKernels:
         }  # fmt: skip
 
 
-def _checked(done: int) -> None:
+def checked(done: int) -> None:
     """What ctypes makes of the result of a kernel that needs memory."""
     if not done:
         raise OutOfMemory(
@@ -515,9 +535,9 @@ def _checked(done: int) -> None:
         )
 
 
-def _matrix(parts: list[NativePart]) -> _Matrix:
+def matrix_of(parts: list[NativePart]) -> MatrixStruct:
     made = [_Part(part.packed.data_ptr(), part.kind, part.outputs) for part in parts]
-    return _Matrix((_Part * PARTS)(*made))
+    return MatrixStruct((_Part * PARTS)(*made))
 
 
 def _ptr(tensor: Tensor) -> c_void_p:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.cache.store import KeyValueStore
 from outrider.load.config import CLAMPED, LayerSpec, ModelConfig
 from outrider.load.quants import Blocks
 from outrider.model.kernels.reference_blocks import BlockMatrix
@@ -85,10 +86,20 @@ class ReferenceKernels:
         self.layer_from(w, inputs, x, batch, keys, values)
 
     def layers(
-        self, layers: Seq[LayerTensors], x: Tensor, batch: Batch, keys: Seq[Tensor], values: Seq[Tensor]
+        self,
+        layers: Seq[LayerTensors],
+        x: Tensor,
+        batch: Batch,
+        keys: Seq[Tensor],
+        values: Seq[Tensor],
+        features: KeyValueStore | None = None,
     ) -> None:
-        for layer, to_keys, to_values in zip(layers, keys, values, strict=True):
+        for i, (layer, to_keys, to_values) in enumerate(zip(layers, keys, values, strict=True)):
+            if features is not None:
+                features.keep_feature(i, x, batch.slots)
             self.layer(layer, x, batch, to_keys, to_values)
+        if features is not None:
+            features.keep_feature(len(layers), x, batch.slots)
 
     def layer_from(
         self, w: LayerTensors, inputs: Tensor, x: Tensor, batch: Batch, keys: Tensor, values: Tensor
