@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from outrider import SamplingParams
 from outrider.bench import audit as module
 from outrider.bench.as_if import AsIf
 from outrider.bench.audit import BATCHES, SPELL, Extent, Toggling, audit, how
+from outrider.device.ops import StepOps
+from outrider.device.state import SequenceState
+from outrider.engine.graph_runner import GraphRunner
 from outrider.types import NO_DRAFT_PLAN, DraftPlan, Options, Plan, Speculation, Work
 from tests.bench.conftest import prompts
 from tests.tiny import sequence
@@ -31,6 +35,21 @@ def test_every_way_is_compared_and_guesses(wide: AsIf) -> None:
     assert found.accepted["wrong"] == 0 < found.accepted["oracle"]
     assert 0 < found.drafted["toggled lm"] < found.drafted["lm"]
     assert found.as_json()["by_batch"] == {"3": found.compared}
+
+
+def test_the_persistent_batch_is_audited_as_it_is_planned(wide: AsIf, monkeypatch) -> None:
+    """Steps of resident sequences are launched ahead: a plan without them would have a token said twice."""
+    engine, model = wide.engine, wide.engine.model
+    cache = engine.cache
+    ops = StepOps(SequenceState(*cache.table.tensor.shape, model.device, model.config.vocab), model)
+    runner = GraphRunner(
+        model, cache, engine.drafters, ops, lambda batch, *_: model.forward(batch, cache.store), default="lm"
+    )
+    monkeypatch.setattr(engine, "runner", runner)
+    found = audit(wide, prompts(4), False, [0.0, 0.8], replace(PARAMS, max_tokens=24))
+    assert found.compared > 1000 and found.differing == 0
+    drafted = sum(step.launches for shape, step in runner.graphs.steps.items() if shape.tree.nodes)
+    assert drafted > 50 and 0 < found.accepted["toggled lm"] < found.accepted["lm"]
 
 
 def test_a_model_that_feels_its_company_is_found_out(leaky: AsIf) -> None:

@@ -107,12 +107,19 @@ class Toggling:
         self.seeds: set[int] = set()
 
     def plan(self, work: Seq[Work], options: Options) -> Plan:
-        plan = self.inner.plan(work, options)
-        draft_plans = [
+        return self._toggled(work, self.inner.plan(work, options))
+
+    def kept(self, work: Seq[Work], members: Options) -> Plan | None:
+        plan = self.inner.kept(work, members)
+        return None if plan is None else self._toggled(work, plan)
+
+    def _toggled(self, work: Seq[Work], plan: Plan) -> Plan:
+        """The plan as it is, without the drafts of sequences that rest."""
+        draft_plans = (
             NO_DRAFT_PLAN if self._rests(w.sequence) else draft_plan
             for w, draft_plan in zip(work, plan.draft_plans, strict=True)
-        ]
-        return Plan(tuple(draft_plans), plan.reasons)
+        )
+        return replace(plan, draft_plans=tuple(draft_plans))
 
     def _rests(self, sequence: Sequence) -> bool:
         return sequence.request.seed in self.seeds and bool(len(sequence.output) // SPELL % 2)
