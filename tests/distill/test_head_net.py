@@ -52,8 +52,9 @@ def random_net(config: HeadConfig, model: Decoder) -> HeadNet:
 
 @contextmanager
 def received(head: EagleHead) -> Iterator[list[torch.Tensor]]:
-    """What a head says while it drafts."""
+    """What a head says while it drafts, kernel by kernel: drafts of one call are compared with these elsewhere."""
     said: list[torch.Tensor] = []
+    head._native = None
     logits = head.logits
     head.logits = lambda hidden: said.append(logits(hidden)) or said[-1]  # type: ignore[method-assign]
     yield said

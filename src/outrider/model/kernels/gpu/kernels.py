@@ -296,9 +296,14 @@ class GpuKernels:
         batch: Batch,
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
+        features: KeyValueStore | None = None,
     ) -> None:
-        for layer, to_keys, to_values in zip(layers, keys, values, strict=True):
+        for i, (layer, to_keys, to_values) in enumerate(zip(layers, keys, values, strict=True)):
+            if features is not None:
+                features.keep_feature(i, x, batch.slots)
             self.layer(layer, x, batch, to_keys, to_values)
+        if features is not None:
+            features.keep_feature(len(layers), x, batch.slots)
 
     def run_layers(
         self,
