@@ -20,6 +20,7 @@ from outrider.load.config import LayerSpec, ModelConfig
 from outrider.load.quants import Blocks
 from outrider.model.kernels.build import library
 from outrider.model.kernels.huge import HugePages
+from outrider.model.kernels.reference import layer_by_layer
 from outrider.model.parallel import ALONE, Group
 from outrider.model.rope import RopeTables
 from outrider.model.weights import KERNEL_FORMATS, MATRICES, ExpertTensors, LayerTensors, Weight, parts_of
@@ -348,12 +349,7 @@ class NativeKernels:
         store; keys and values are by layer.
         """
         if self.group.size > 1:
-            for i, (layer, *mine) in enumerate(zip(layers, keys, values, strict=True)):
-                if features is not None:
-                    features.keep_feature(i, x, batch.slots)
-                self._shared_layer(layer, x, batch, *mine)
-            if features is not None:
-                features.keep_feature(len(layers), x, batch.slots)
+            layer_by_layer(self._shared_layer, layers, x, batch, keys, values, features)
             return
         stack, to_keys, to_values = self._stack(layers, keys, values)
         _, *given = self._given(layers[0], x, batch)

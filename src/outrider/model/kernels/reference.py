@@ -94,12 +94,7 @@ class ReferenceKernels:
         values: Seq[Tensor],
         features: KeyValueStore | None = None,
     ) -> None:
-        for i, (layer, to_keys, to_values) in enumerate(zip(layers, keys, values, strict=True)):
-            if features is not None:
-                features.keep_feature(i, x, batch.slots)
-            self.layer(layer, x, batch, to_keys, to_values)
-        if features is not None:
-            features.keep_feature(len(layers), x, batch.slots)
+        layer_by_layer(self.layer, layers, x, batch, keys, values, features)
 
     def layer_from(
         self, w: LayerTensors, inputs: Tensor, x: Tensor, batch: Batch, keys: Tensor, values: Tensor
@@ -166,6 +161,24 @@ class ReferenceKernels:
                 scores = torch.cat([scores, sinks.view(*scores.shape[:2], 1)], -1)
             out[r] = (scores.softmax(-1)[..., : len(slots)] @ v).reshape(heads, head_dim)
         return out
+
+
+def layer_by_layer(
+    run: Callable[[Any, Tensor, Batch, Tensor, Tensor], None],
+    layers: Seq[Any],
+    x: Tensor,
+    batch: Batch,
+    keys: Seq[Tensor],
+    values: Seq[Tensor],
+    features: KeyValueStore | None,
+) -> None:
+    """Runs layers one after the other; `features` keeps the hidden states before each and after the last."""
+    for i, (layer, to_keys, to_values) in enumerate(zip(layers, keys, values, strict=True)):
+        if features is not None:
+            features.keep_feature(i, x, batch.slots)
+        run(layer, x, batch, to_keys, to_values)
+    if features is not None:
+        features.keep_feature(len(layers), x, batch.slots)
 
 
 def visible_slots(batch: Batch, row: int, window: int, chunk: int = 0) -> Tensor:

@@ -48,6 +48,7 @@ from outrider.model.kernels.gpu.matmul import (
 )
 from outrider.model.kernels.gpu.routing import choose, schedule
 from outrider.model.kernels.gpu.rows import ExpertParts, Normed, Pending, add_and_norm, embed
+from outrider.model.kernels.reference import layer_by_layer
 from outrider.model.parallel import ALONE, Group
 from outrider.model.rope import RopeTable, RopeTables
 from outrider.model.weights import ExpertTensors, LayerTensors
@@ -298,12 +299,7 @@ class GpuKernels:
         values: Sequence[Tensor],
         features: KeyValueStore | None = None,
     ) -> None:
-        for i, (layer, to_keys, to_values) in enumerate(zip(layers, keys, values, strict=True)):
-            if features is not None:
-                features.keep_feature(i, x, batch.slots)
-            self.layer(layer, x, batch, to_keys, to_values)
-        if features is not None:
-            features.keep_feature(len(layers), x, batch.slots)
+        layer_by_layer(self.layer, layers, x, batch, keys, values, features)
 
     def run_layers(
         self,
