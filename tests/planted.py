@@ -211,8 +211,8 @@ FAULTS = [
     Fault("an audit that drops who is in the persistent batch", "bench/audit.py",
           "replace(plan, draft_plans=tuple(draft_plans))", "Plan(tuple(draft_plans), plan.reasons)",
           "bench/test_audit.py"),
-    Fault("a full prefix cache that leaves drafts one token", RUNNER, "make_room(len(rows) * largest)",
-          "make_room(len(rows))", "engine/test_graph_runner.py"),
+    Fault("a full prefix cache that leaves drafts one token", RUNNER, "self.table.make_room(len(rows) * largest)",
+          "self.table.pool.free >= len(rows) * largest", "engine/test_graph_runner.py"),
     Fault("steps in flight that a prompt waits for", "engine/engine.py", "self.runner.lag if work else 0",
           "self.runner.lag if work and all(o.emits for o in work) else 0", "engine/test_in_flight.py"),
     # What is prepared, and when.

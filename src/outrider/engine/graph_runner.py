@@ -88,7 +88,8 @@ class GraphRunner(Runner):
         self.preparation = GraphPreparation(self.graphs, self.shapes, self.sizes, drafters, ops)
         self.residency = Residency(self.state, self.table)
         self.latest: deque[InFlightDrafts] = deque(maxlen=max(lag, 1))
-        self.feasible: dict[tuple[StepShape, int], dict[str, tuple[TreeShape, ...]]] = {}
+        # Trees by lead drafter that are captured, by the shape of the step without them.
+        self.ready: dict[StepShape, dict[str, tuple[TreeShape, ...]]] = {}
         self.cuda = self.state.device.type == "cuda"
         # Verifying is short and awaited, so it has priority over the step in flight.
         self.side_stream = torch.cuda.Stream(priority=-1) if self.cuda else None
@@ -147,29 +148,26 @@ class GraphRunner(Runner):
         rows = np.array([one.row for one in sequences], np.int32)
         nothing = [NO_DRAFT] * len(packed)
         plain = self._plain_shape(size, rows, packed, nothing)
-        prompts = any(one.known > 1 for one in packed)
-        shapes = {
-            name: self.shapes.trees(name, size, prompts)
-            for name in self.drafters.names
-            if self.drafters.resident(name)
-        }
-        largest = max((tree.nodes for some in shapes.values() for tree in some), default=0)
-        self.table.make_room(len(rows) * largest)
-        each = min(self.table.pool.free // len(rows), largest)
-        key = plain, each
-        if key not in self.feasible or self.graphs.changed:
-            if self.graphs.changed:
-                self.feasible.clear()
-                self.graphs.changed = False
-            self.feasible[key] = {
+        if self.graphs.changed:
+            self.ready.clear()
+            self.graphs.changed = False
+        if plain not in self.ready:
+            prompts = any(one.known > 1 for one in packed)
+            self.ready[plain] = {
                 name: tuple(
                     tree
-                    for tree in some
-                    if tree.nodes <= each and self._is_ready(self._drafting_shape(plain, name, tree))
+                    for tree in self.shapes.trees(name, size, prompts)
+                    if self._is_ready(self._drafting_shape(plain, name, tree))
                 )
-                for name, some in shapes.items()
+                for name in self.drafters.names
+                if self.drafters.resident(name)
             }
-        return self.feasible[key]
+        ready = self.ready[plain]
+        largest = max((tree.nodes for trees in ready.values() for tree in trees), default=0)
+        if self.table.make_room(len(rows) * largest):
+            return ready
+        each = self.table.pool.free // len(rows)
+        return {name: tuple(tree for tree in trees if tree.nodes <= each) for name, trees in ready.items()}
 
     def _chains(
         self, trees: dict[str, tuple[TreeShape, ...]], packed: bool, prompts: bool
