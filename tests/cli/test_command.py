@@ -38,17 +38,23 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_help_takes_less_than_half_a_second() -> None:
-    spent = []
-    for _ in range(
-        3
-    ):  # of a core's time, and the best of a few: other work on the machine is not the command's
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        help_text = subprocess.run([OUTRIDER, "--help"], capture_output=True, text=True, check=True).stdout
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+def cpu_seconds(*command: str) -> tuple[float, str]:
+    """A core's time, which other work on the machine adds little to, and what was printed."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, printed
+
+
+def test_help_costs_little_more_than_importing_what_prints_it() -> None:
+    """Compared with an import on the same machine, as machines differ: 0.3 s on one, 0.6 s on another."""
+    ours, imports = [], []
+    for _ in range(5):
+        seconds, help_text = cpu_seconds(OUTRIDER, "--help")
+        ours.append(seconds)
+        imports.append(cpu_seconds(sys.executable, "-c", "import typer")[0])
     assert all(command in help_text for command in ("generate", "chat", "models"))
-    assert min(spent) < 0.5, spent
+    assert min(ours) < 6 * min(imports), (ours, imports)
 
 
 def test_the_command_line_loads_nothing_heavy_before_it_must() -> None:
