@@ -136,8 +136,7 @@ def cache_folder() -> Path:
 
 
 DEVICES = ("auto", "cpu", "cuda")
-DTYPES = ("auto", "float32", "bfloat16")
-FAST = {"cpu": "float32", "cuda": "bfloat16"}
+KV_CACHE = {"cpu": ("float32", "bfloat16", "int8"), "cuda": ("bfloat16",)}  # the first: what a device computes in
 WEIGHTS = {
     "cpu": ("stored", "float32", "bfloat16", "int8", "int4"),
     "cuda": ("bfloat16", "fp8", "int8", "int4"),
@@ -160,7 +159,12 @@ class Settings:
     """
 
     device: str = setting("auto", known=DEVICES, help="Where to run.")
-    dtype: str = setting("auto", known=DTYPES, help="Number format of computation and KV cache.")
+    kv_cache_dtype: str = setting(
+        "auto",
+        known=("auto", *KV_CACHE["cpu"]),
+        metavar="FORMAT",
+        help="Number format of the KV cache: auto, bfloat16; CPU: float32 (auto), int8.",
+    )
     weights: str = setting(
         "auto",
         known=FORMATS,
@@ -218,12 +222,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.dtype != "auto" and self.device != "auto" and self.dtype != FAST[self.device]:
-            raise InvalidRequest(
-                f"{self.device} computes in {FAST[self.device]}, not in {self.dtype}", "dtype"
-            )
-        self._check_weights("weights")
-        self._check_weights("draft_weights")
+        self._check_format("weights", WEIGHTS)
+        self._check_format("draft_weights", WEIGHTS)
+        self._check_format("kv_cache_dtype", KV_CACHE)
         self._check_share()
         if self.step_rows and self.step_rows < self.max_sequences:
             raise invalid(
@@ -243,10 +244,10 @@ class Settings:
         if self.device == "cpu":
             raise invalid(name, "is for a GPU; on the CPU --cache-bytes bounds the cache")
 
-    def _check_weights(self, name: str) -> None:
+    def _check_format(self, name: str, by_device: Mapping[str, tuple[str, ...]]) -> None:
         kind = getattr(self, name)
-        if "auto" not in (kind, self.device) and kind not in WEIGHTS[self.device]:
-            kinds = ", ".join(WEIGHTS[self.device])
+        if "auto" not in (kind, self.device) and kind not in by_device[self.device]:
+            kinds = ", ".join(by_device[self.device])
             raise InvalidRequest(f"{self.device} stores {name} as {kinds}, not as {kind}", name)
 
     @classmethod

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.cache.formats import stored_size
+
 
 class KeyValueStore:
     def __init__(
@@ -17,19 +19,22 @@ class KeyValueStore:
         slots: int,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
+        kept: torch.dtype | None = None,
     ) -> None:
-        """`shapes` are the key heads and head size of each layer. Allocates one slot more than `slots`: rows of padding
-        write to the last one.
+        """`shapes` are the key heads and head size of each layer; `dtype` is that of hidden states, `kept` that of keys
+        and values where it is another (formats.py). Allocates one slot more than `slots`: rows of padding write to the
+        last one.
 
-        Half precision, which a GPU uses, starts as zeros: GPU kernels load masked slots with weight 0, so these must
-        hold finite numbers. CPU kernels read only visible slots, and untouched memory costs nothing.
+        A GPU's memory starts as zeros: its kernels load masked slots with weight 0, so these must hold finite numbers.
+        CPU kernels read only visible slots, and untouched memory costs nothing.
         """
-        self.slots = slots
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
-        make = torch.empty if dtype == torch.float32 else torch.zeros
+        self.slots, self.dtype, kept = slots, dtype, kept or dtype
+        where: dict[str, Any] = {"device": device, "dtype": kept}
+        self._make = torch.empty if dtype == torch.float32 else torch.zeros
+        shapes = [(heads, stored_size(size, kept)) for heads, size in shapes]
         # One allocation: many large ones take a tenth of a second. Views per layer are made once, not in every pass.
         sizes = [(slots + 1) * heads * size for heads, size in shapes]
-        parts = make(2 * sum(sizes), **where).split(2 * sizes)
+        parts = self._make(2 * sum(sizes), **where).split(2 * sizes)
         both = [part.view(slots + 1, *shape) for part, shape in zip(parts, 2 * list(shapes), strict=True)]
         self.keys: list[Tensor] = both[: len(shapes)]
         self.values: list[Tensor] = both[len(shapes) :]
@@ -43,8 +48,7 @@ class KeyValueStore:
         """
         self.taps = layers
         like = self.keys[0]
-        make = torch.empty if like.dtype == torch.float32 else torch.zeros
-        self.features = make(len(like), len(layers), hidden, dtype=like.dtype, device=like.device)
+        self.features = self._make(len(like), len(layers), hidden, dtype=self.dtype, device=like.device)
         self.addresses = (c_int32 * len(layers))(*layers), c_void_p(self.features.data_ptr())
 
     def keep_feature(self, layer: int, x: Tensor, slots: Tensor) -> None:

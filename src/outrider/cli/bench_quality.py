@@ -11,7 +11,7 @@ from outrider.cli.measure import Progress, Report, described, say_loading
 from outrider.cli.output import note, open_llm
 from outrider.cli.tasks import TaskRow, task_ids
 from outrider.errors import InvalidRequest, suggest
-from outrider.settings import FAST, WEIGHTS, Settings
+from outrider.settings import KV_CACHE, WEIGHTS, Settings
 
 if TYPE_CHECKING:
     from outrider.bench.quality import Reference
@@ -24,7 +24,7 @@ def formats_of(text: str | None, against: str | None, settings: Settings) -> tup
     from outrider.engine.memory import runs_on_gpu
 
     device = "cuda" if runs_on_gpu(settings) else "cpu"
-    known, widest = ("auto", *WEIGHTS[device]), FAST[device]
+    known, widest = ("auto", *WEIGHTS[device]), KV_CACHE[device][0]
     every = [settings.weights] if against else [name for name in WEIGHTS[device] if name != widest]
     names = text.split(",") if text else every
     for name in names:

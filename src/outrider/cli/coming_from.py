@@ -58,6 +58,13 @@ def _weights(value: str) -> list[str]:
     )
 
 
+def _cached(value: str) -> list[str]:
+    ours = {"f32": "float32", "f16": "bfloat16", "bf16": "bfloat16", "q8_0": "int8"}
+    if value in ours:
+        return ["--kv-cache-dtype", ours[value]]
+    raise InvalidRequest(f"keys and values are not kept as {value}: --kv-cache-dtype int8", "kv_cache_dtype")
+
+
 def _origins(value: str) -> list[str]:
     try:
         origins = json.loads(value)
@@ -147,10 +154,8 @@ FLAGS = _table(
             "the KV cache"
         ),
     ),
-    (
-        "--kv-cache-dtype --cache-type-k --cache-type-v -ctk -ctv",
-        _said("keys and values are kept as --dtype"),
-    ),
+    ("--cache-type-k --cache-type-v -ctk -ctv", Foreign(read=_cached)),
+    ("--dtype", _said("a CPU computes in float32, a GPU in bfloat16")),
     ("--tokenizer --tokenizer-mode", _said("a model is always run with its own tokenizer")),
     ("--trust-remote-code", _said("code that comes with a model is never run here", False)),
     ("--chat-template --chat-template-file", _said(_OWN_TEMPLATE)),

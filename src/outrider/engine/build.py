@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outrider.cache.formats import FORMATS
 from outrider.control.experts import ExpertCosts
 from outrider.control.guards import Guards
 from outrider.control.planner import Planner
@@ -54,7 +55,7 @@ from outrider.load.tokenizer import Tokenizer
 from outrider.model.decoder import Decoder, Layered, Model, kv_bytes, make_kernels
 from outrider.model.parallel import ALONE, Group
 from outrider.model.weights import BYTES, kept_as, kept_formats, kind_of
-from outrider.settings import WEIGHT_BYTES, Settings, cache_folder, free_memory, shown_size
+from outrider.settings import KV_CACHE, WEIGHT_BYTES, Settings, cache_folder, free_memory, shown_size
 from outrider.types import MAX_NODES
 
 # Parameters. Decoding with a smaller model is bound by kernel launches on a GPU, so its prefill steps are larger.
@@ -196,9 +197,11 @@ def load_model(
 ) -> Model:
     """The decoder for the families it knows, transformers for any other causal model. A rank loads its part.
 
-    `weights` is the format of a draft; the settings have the model's. A CPU calls `watch` as it reads.
+    `weights` is the format of a draft; the settings have the model's, and that of its KV cache. A CPU calls `watch` as
+    it reads.
     """
     config, kind = checkpoint.config, weights or settings.weights
+    kept = FORMATS[KV_CACHE["cpu"][0] if weights or settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype]
     if config is None:
         if settings.device == "cuda":
             raise UnsupportedModel("a model run through transformers runs on the CPU; use --device cpu")
@@ -206,7 +209,9 @@ def load_model(
 
         if kind == "bfloat16" and weights is None:
             raise UnsupportedModel("a model run through transformers is held as float32; leave --weights out")
-        return load_hf(checkpoint, settings.threads, cache_folder() / "kernels", settings.kernels)
+        model = load_hf(checkpoint, settings.threads, cache_folder() / "kernels", settings.kernels)
+        model.kept = kept
+        return model
     check_shapes(checkpoint)
     positions = (settings.context or config.context) + MAX_NODES + 1
     if runs_on_gpu(settings):
@@ -223,6 +228,7 @@ def load_model(
         kernels = make_kernels(config, positions, threads, folder, settings.kernels, group)
         reading = Reading(checkpoint, "stored" if kind == "auto" else kind, weights is not None, watch, group)
         decoder = Decoder(config, reading, kernels)
+        decoder.kept = kept
     checkpoint.release()
     return decoder
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from outrider.cache.formats import FORMATS, token_bytes
 from outrider.device.state import SequenceState
 from outrider.draft.drafters import Drafters
 from outrider.draft.eagle import EagleDrafter
@@ -140,8 +141,9 @@ def cpu_size(config: ModelConfig, settings: Settings, weights: int, draft: Draft
     """Bytes of all weights and of a full cache in a CPU's memory. `weights`: those of the target."""
     placed = place(settings, None)
     tokens = ((settings.context or config.context) + MAX_NODES) * placed.max_sequences
-    tokens = min(tokens, placed.cache_bytes // config.kv_bytes_per_token)
-    return weights + draft.kept, tokens * (config.kv_bytes_per_token + 4 * draft.cached)
+    own = token_bytes(config.kv_shapes, FORMATS[placed.kv_cache_dtype])
+    tokens = min(tokens, placed.cache_bytes // own)
+    return weights + draft.kept, tokens * (own + 4 * draft.cached)
 
 
 def check_room(
@@ -174,7 +176,7 @@ def check_room(
 
 
 def runs_on_gpu(settings: Settings) -> bool:
-    return settings.device != "cpu" and settings.dtype != "float32" and torch.cuda.is_available()
+    return settings.device != "cpu" and torch.cuda.is_available()
 
 
 def gpu_memory() -> tuple[int, int]:

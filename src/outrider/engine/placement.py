@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from outrider.errors import InvalidRequest, OutOfMemory, invalid
-from outrider.settings import FAST, WEIGHTS, Settings, shown_size
+from outrider.settings import KV_CACHE, WEIGHTS, Settings, shown_size
 
 SEQUENCES = {"cpu": 64, "cuda": 512}
 ROWS = {"cpu": 128, "cuda": 2048}
@@ -78,8 +78,6 @@ def place(
     if free is None and settings.device == "cuda":
         raise InvalidRequest("no CUDA device is to be seen; use --device cpu", "device")
     device = ("cpu" if free is None else "cuda") if settings.device == "auto" else settings.device
-    if settings.dtype not in ("auto", FAST[device]):
-        raise InvalidRequest(f"{device} computes in {FAST[device]}, not in {settings.dtype}", "dtype")
     if device == "cuda" and settings.kernels != "auto":
         raise invalid("kernels", f"{settings.kernels!r} are for the CPU; leave them out")
     if device == "cpu":
@@ -93,7 +91,7 @@ def place(
     return replace(
         settings,
         device=device,
-        dtype=FAST[device],
+        kv_cache_dtype=KV_CACHE[device][0] if settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype,
         weights=weights,
         draft_weights=draft_weights if settings.draft_weights == "auto" else settings.draft_weights,
         max_sequences=sequences,

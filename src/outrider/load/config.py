@@ -296,6 +296,7 @@ class ModelConfig:
 
     @property
     def kv_bytes_per_token(self) -> int:
+        """In float32."""
         return 4 * self.kv_numbers
 
     @property

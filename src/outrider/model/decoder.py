@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from outrider.cache.formats import token_bytes
 from outrider.cache.store import KeyValueStore
 from outrider.errors import KernelUnavailable
 from outrider.load.config import ModelConfig
@@ -32,7 +33,8 @@ class Model(Protocol):
 
     config: ModelConfig
     device: torch.device  # of keys, values and logits
-    dtype: torch.dtype  # of keys and values
+    dtype: torch.dtype  # of hidden states
+    kept: torch.dtype  # of keys and values, see cache/formats.py
     group: Group  # the ranks that share it
 
     @property
@@ -87,18 +89,19 @@ class Layered(Model, Protocol):
 def make_store(model: Model, slots: int) -> KeyValueStore:
     """The store for the keys and values of this model, or of a rank's heads."""
     shapes = model.group.share(model.config).kv_shapes
-    store = KeyValueStore(shapes, slots, model.device, model.dtype)
+    store = KeyValueStore(shapes, slots, model.device, model.dtype, model.kept)
     model.group.opened(store)
     return store
 
 
 def kv_bytes(model: Model) -> int:
     """Bytes of a token's keys and values, of all ranks together."""
-    return model.config.kv_numbers * model.dtype.itemsize
+    return token_bytes(model.config.kv_shapes, model.kept)
 
 
 class Decoder:
     device, dtype = torch.device("cpu"), torch.float32
+    kept = torch.float32  # until something else is asked for, before it has a cache
 
     def __init__(self, config: ModelConfig, read: Read, kernels: Any) -> None:
         self.config = config

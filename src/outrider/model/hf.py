@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from outrider.cache.formats import keep
 from outrider.cache.store import KeyValueStore
 from outrider.errors import BadCheckpoint, InvalidRequest, OutriderError, UnsupportedModel, install
 from outrider.load.checkpoint import Checkpoint
@@ -90,6 +91,7 @@ class HfModel:
     """A transformers model as the engine sees it."""
 
     device, dtype, group = torch.device("cpu"), torch.float32, ALONE
+    kept = torch.float32  # until something else is asked for, before it has a cache
     experts_read = 0.0  # it does not count them
 
     def __init__(self, config: ModelConfig, module: Any, kernels: Any) -> None:
@@ -150,7 +152,8 @@ class SlotPass:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float) -> Tensor:
         keys, values = self.store.keys[layer], self.store.values[layer]
-        keys[self.batch.slots], values[self.batch.slots] = k, v
+        keep(keys, self.batch.slots, k)
+        keep(values, self.batch.slots, v)
         return self.kernels.attention(q.contiguous(), self.batch, keys, values, window, scale)
 
 

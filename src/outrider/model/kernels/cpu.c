@@ -57,6 +57,7 @@ typedef struct {
 typedef struct {
     int32_t heads, kv_heads, head_dim, window; /* a window of 0: all that went before */
     int32_t chunk;                             /* positions that see only each other; 0: all */
+    int32_t kept;                              /* number format of keys and values, see kv_formats.h */
     float scale, softcap;                      /* of scores; a cap of 0: none */
     const float *sinks;                        /* [heads]: logits that join the sum of weights; may be null */
 } Heads;
@@ -483,6 +484,8 @@ static float soften(float *scores, int n, const float *sink) {
     return 1.0f / total;
 }
 
+#include "kv_formats.h"
+
 #define LATER 12 /* slots: they lie apart, so the processor does not look ahead by itself */
 #define GROUP 4  /* query heads that share a key head are served together, up to this many */
 #define TALL 8   /* rows that share a block of keys or values while it is in the nearest cache, up to this many */
@@ -572,11 +575,13 @@ typedef struct {
     float *scores, *out; /* of the first of its query heads */
 } Seen;
 
+/* Keys or values of a key head: those of slot s lie at from + s * stride. */
 typedef struct {
-    const float *keys, *values;
+    const float *from;
     size_t stride, width; /* between slots, between heads' scores */
-    int head_dim;
+    int head_dim, kept;
     float scale;
+    float *wide; /* [NEAR][head_dim] for numbers that are kept in fewer bits */
 } Cached;
 
 /* Some slots of one row, G query heads of one key head: their scores, and their part of the outputs. A sum goes on
@@ -589,18 +594,18 @@ typedef struct {
     static void scores_##G(const Seen *row, const Cached *c, const int32_t *slots, int n, int later, int at) { \
         for (int i = 0; i < n; i += 4) {                                                                     \
             for (int r = i + LATER; r < i + LATER + 4 && r < later; r++)                                     \
-                for (int d = 0; d < c->head_dim; d += 16) __builtin_prefetch(c->keys + slots[r] * c->stride + d); \
-            score_##G(row->q, slots + i, n - i, c->keys, c->stride, c->head_dim, c->scale,                   \
+                for (int d = 0; d < c->head_dim; d += 16) __builtin_prefetch(c->from + slots[r] * c->stride + d); \
+            score_##G(row->q, slots + i, n - i, c->from, c->stride, c->head_dim, c->scale,                   \
                       row->scores + at + i, c->width);                                                       \
         }                                                                                                    \
     }                                                                                                        \
     static void mixes_##G(const Seen *row, const Cached *c, const int32_t *slots, int n, int later, int at) { \
         int d = 0;                                                                                           \
         for (; d + MIXED * LANES <= c->head_dim; d += MIXED * LANES)                                         \
-            (MIXED == 4 ? mix_##G##_4 : mix_##G##_2)(row->scores + at, c->width, slots, n, later, c->values + d, \
+            (MIXED == 4 ? mix_##G##_4 : mix_##G##_2)(row->scores + at, c->width, slots, n, later, c->from + d, \
                                                      c->stride, c->head_dim, row->out + d);                  \
         for (; d < c->head_dim; d += LANES)                                                                  \
-            mix_##G##_1(row->scores + at, c->width, slots, n, later, c->values + d, c->stride, c->head_dim,  \
+            mix_##G##_1(row->scores + at, c->width, slots, n, later, c->from + d, c->stride, c->head_dim,    \
                         row->out + d);                                                                       \
     }
 DEFINE_ATTEND(1)
@@ -612,20 +617,39 @@ typedef void Attend(const Seen *, const Cached *, const int32_t *, int, int, int
 static Attend *const SCORES[GROUP + 1] = {0, scores_1, scores_2, scores_3, scores_4};
 static Attend *const MIXES[GROUP + 1] = {0, mixes_1, mixes_2, mixes_3, mixes_4};
 
-/* Rows against all that they see. Rows of one sequence go through the slots that they share block by block; slots are
- * fetched for the first of them. */
+/* Slots that all of these rows see, from their at-th on, block by block. They are fetched, and widened, for the first row. */
+static void attend_block_by_block(Attend *attend, const Seen *rows, int count, const Cached *c, const int32_t *slots, int n, int at) {
+    Cached wide = *c;
+    int32_t counted[NEAR];
+    wide.from = c->wide, wide.stride = c->head_dim;
+    for (int i = 0; i < n; i += NEAR) {
+        int some = least(NEAR, n - i), later = n - i;
+        const int32_t *block = slots + i;
+        if (c->kept) {
+            for (int j = 0; j < some; j++) {
+                const char *from = (const char *)c->from;
+                if (j + LATER < later)
+                    for (size_t d = 0; d < kept_bytes(c->kept, c->head_dim); d += 64) __builtin_prefetch(from + block[j + LATER] * c->stride + d);
+                widen_head(c->kept, from + block[j] * c->stride, c->head_dim, c->wide + (size_t)j * c->head_dim);
+                counted[j] = j;
+            }
+            block = counted, later = 0;
+        }
+        for (int r = 0; r < count; r++) attend(rows + r, c->kept ? &wide : c, block, some, r ? 0 : later, at + i);
+    }
+}
+
+/* Rows against all that they see. Rows of one sequence go through the slots that they share together. */
 static void go_through(Attend *attend, const Seen *rows, int count, const Cached *c) {
     for (int first = 0, last; first < count; first = last) {
         int common = rows[first].n;
         for (last = first + 1; last < count && rows[last].slots == rows[first].slots; last++)
             common = least(common, rows[last].n);
-        for (int at = 0; at < common; at += NEAR)
-            for (int r = first; r < last; r++)
-                attend(rows + r, c, rows[r].slots + at, least(NEAR, common - at), r > first ? 0 : common - at, at);
+        attend_block_by_block(attend, rows + first, last - first, c, rows[first].slots, common, 0);
         for (int r = first; r < last; r++) {
             const Seen *row = rows + r;
-            if (row->n > common) attend(row, c, row->slots + common, row->n - common, 0, common);
-            if (row->extra) attend(row, c, row->more, row->extra, 0, row->n);
+            attend_block_by_block(attend, row, 1, c, row->slots + common, row->n - common, common);
+            attend_block_by_block(attend, row, 1, c, row->more, row->extra, row->n);
         }
     }
 }
@@ -650,7 +674,7 @@ typedef struct {
     int threads, tall; /* rows that are served together */
     const float *q;
     int ldq;
-    const float *keys, *values;
+    const char *keys, *values;
     float *scores;
     int score_stride;
     float *out;
@@ -663,7 +687,8 @@ static void attention_units(void *job, int member, int begin, int end) {
     const Attention *a = job;
     const Heads *s = a->s;
     int group = s->heads / s->kv_heads, parts = parts_of(s), rows = a->b->rows, tiles = (rows + a->tall - 1) / a->tall;
-    size_t width = a->score_stride / (TALL * GROUP);
+    size_t width = a->score_stride / (TALL * GROUP), bytes = kept_bytes(s->kept, s->head_dim);
+    float wide[s->kept ? NEAR * s->head_dim : 1];
     float *mine = a->scores + (size_t)member * a->score_stride;
     int32_t more[TALL][64];
     Seen seen[TALL];
@@ -671,15 +696,16 @@ static void attention_units(void *job, int member, int begin, int end) {
         int first = unit % tiles * a->tall, count = least(a->tall, rows - first);
         int kv = unit / tiles / parts, part = unit / tiles % parts;
         int h = kv * group + part * GROUP, heads = least(GROUP, group - part * GROUP);
-        size_t at = (size_t)kv * s->head_dim;
-        Cached cached = {a->keys + at, a->values + at, (size_t)s->kv_heads * s->head_dim, width, s->head_dim, s->scale};
+        size_t stride = s->kv_heads * (s->kept ? bytes : s->head_dim);
+        Cached keys = {(const float *)(a->keys + kv * bytes), stride, width, s->head_dim, s->kept, s->scale, wide}, values = keys;
+        values.from = (const float *)(a->values + kv * bytes);
         for (int r = 0; r < count; r++) {
             look(a->b, first + r, s, more[r], seen + r);
             seen[r].q = a->q + (size_t)(first + r) * a->ldq + h * s->head_dim;
             seen[r].scores = mine + r * GROUP * width;
             seen[r].out = a->out + ((size_t)(first + r) * s->heads + h) * s->head_dim;
         }
-        go_through(SCORES[heads], seen, count, &cached);
+        go_through(SCORES[heads], seen, count, &keys);
         for (int r = 0; r < count; r++)
             for (int i = 0; i < heads * s->head_dim; i++) seen[r].out[i] = 0;
         float inverse[TALL][GROUP];
@@ -689,7 +715,7 @@ static void attention_units(void *job, int member, int begin, int end) {
                 if (s->softcap > 0) cap_all(seen[r].scores + g * width, n, s->softcap);
                 inverse[r][g] = soften(seen[r].scores + g * width, n, s->sinks ? s->sinks + h + g : 0);
             }
-        go_through(MIXES[heads], seen, count, &cached);
+        go_through(MIXES[heads], seen, count, &values);
         for (int r = 0; r < count; r++)
             for (int g = 0; g < heads; g++)
                 for (int d = 0; d < s->head_dim; d += LANES)
@@ -709,7 +735,8 @@ typedef struct {
     const Layer *layer;
     const Shape *s;
     const Rows *b;
-    float *qkv, *keys, *values;
+    float *qkv;
+    char *keys, *values;
 } Placing;
 
 static void place_heads(void *job, int member, int begin, int end) {
@@ -731,9 +758,8 @@ static void place_heads(void *job, int member, int begin, int end) {
         }
         for (int i = 0; i < D && kv < 0 && layer->gain; i++) x[i] *= layer->gain[b->positions[r]];
         if (kv < 0) continue;
-        float *to = kv < s->kv_heads ? p->keys : p->values;
-        to += ((size_t)b->slots[r] * s->kv_heads + kv % s->kv_heads) * D;
-        for (int i = 0; i < D; i++) to[i] = x[i];
+        char *to = kv < s->kv_heads ? p->keys : p->values;
+        keep_head(s->kept, x, D, to + ((size_t)b->slots[r] * s->kv_heads + kv % s->kv_heads) * kept_bytes(s->kept, D));
     }
 }
 
@@ -938,7 +964,7 @@ static int add_to_stream(const Shape *s, const Work *w, int M, Matrix by, const 
 /* One stage of a layer. What it leaves (qkv, mixed, sums, act, sums) is all that the next one needs of other ranks. The first
  * begins with the normed inputs [rows][K] that it is given, or norms x. */
 int outrider_stage(int stage, const Layer *layer, const Shape *s, const Rows *b, const Work *w, const float *inputs, int K,
-                   float *keys, float *values) {
+                   char *keys, char *values) {
     const Heads *h = &layer->heads;
     int M = b->rows, qkv = (h->heads + 2 * h->kv_heads) * h->head_dim, threads = s->threads;
     Placing placing = {layer, s, b, w->qkv, keys, values};
@@ -967,7 +993,7 @@ int outrider_stage(int stage, const Layer *layer, const Shape *s, const Rows *b,
 
 /* A layer from its normed inputs [rows][K] on, or without any from x. */
 int outrider_layer_from(const Layer *layer, const Shape *s, const Rows *b, const Work *w, const float *inputs, int K,
-                         float *keys, float *values) {
+                         char *keys, char *values) {
     int done = 1;
     for (int stage = PROJECT; stage < STAGES && done; stage++)
         done = outrider_stage(stage, layer, s, b, w, inputs, K, keys, values);
@@ -986,7 +1012,7 @@ static void keep_features(int layer, const int32_t *taps, int places, const Shap
 /* Layers one after the other, in one call: between two calls of Python the other threads wait. The hidden states that enter
  * the tapped layers are kept; the number of layers stands for those that leave the last one. */
 int outrider_layers(const Layer *const *layers, int count, const Shape *s, const Rows *b, const Work *w,
-                     float *const *keys, float *const *values, const int32_t *taps, int places, float *features) {
+                     char *const *keys, char *const *values, const int32_t *taps, int places, float *features) {
     for (int i = 0; i < count; i++) {
         keep_features(i, taps, places, s, b, w->x, features);
         if (!outrider_layer_from(layers[i], s, b, w, 0, 0, keys[i], values[i])) return 0;
@@ -1060,8 +1086,8 @@ int outrider_linear(const Matrix *w, const float *bias, const float *x, int M, i
     return linear(threads, (Linear){*w, bias, x, M, N, K, y, 0, {0}});
 }
 
-void outrider_attention(const Heads *h, const Rows *b, int threads, const float *q, const float *keys,
-                        const float *values, float *scores, int score_stride, float *out) {
+void outrider_attention(const Heads *h, const Rows *b, int threads, const float *q, const char *keys,
+                        const char *values, float *scores, int score_stride, float *out) {
     attention((Attention){h, b, threads, 0, q, h->heads * h->head_dim, keys, values, scores, score_stride, out});
 }
 

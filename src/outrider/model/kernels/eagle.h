@@ -6,7 +6,7 @@ typedef struct {
     const float *ones;             /* scales features in groups of `together`; 0: they are taken as they are */
     const float *embed_norm, *first_norm, *norm;
     const Layer *const *layers;
-    float *const *keys, *const *values; /* by layer */
+    char *const *keys, *const *values; /* by layer */
     const int64_t *to_target;           /* [its words], their ids in the target; null: they are the target's */
     int32_t count, taps, together, normed_residual, norm_output, vocab;
     float embedding_scale;

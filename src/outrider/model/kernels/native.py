@@ -32,6 +32,7 @@ PARTS = 3
 MLP, MLP_BIASES = ("gate", "up", "down"), ("gate_bias", "up_bias", "down_bias")
 PROJECT, ATTEND, ADD_MIXED, ACTIVATE, ADD_ACT = range(5)
 WHOLE, HALF = 0, 1
+KEPT = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # as in kv_formats.h
 KINDS = {name: number for number, name in enumerate(KERNEL_FORMATS, start=2)}  # as in blocks.h
 
 
@@ -45,7 +46,7 @@ class MatrixStruct(Structure):
 
 class _Heads(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "window", "chunk")),
+        *((name, c_int32) for name in ("heads", "kv_heads", "head_dim", "window", "chunk", "kept")),
         *((name, c_float) for name in ("scale", "softcap")),
         ("sinks", c_void_p),
     ]
@@ -203,7 +204,8 @@ class NativeKernels:
     def pack_layer(self, tensors: LayerTensors) -> NativeLayer:
         whole, kept = tensors.spec, dict[str, Tensor]()
         s = self.group.share_layer(whole)
-        heads = _Heads(s.heads, s.kv_heads, s.head_dim, s.window, s.chunk, s.scale, s.softcap)
+        sizes = dict(heads=s.heads, kv_heads=s.kv_heads, head_dim=s.head_dim, window=s.window, chunk=s.chunk)
+        heads = _Heads(**sizes, scale=s.scale, softcap=s.softcap)  # `kept` is that of the cache it meets
         struct = _Layer(
             heads=heads,
             intermediate=s.intermediate,
@@ -371,6 +373,8 @@ class NativeKernels:
         if len(now) != len(given) or not all(map(is_, now, given)):
             pointers = c_void_p * len(layers)
             stack = pointers(*[ctypes.addressof(layer.struct) for layer in layers])
+            for layer, own in zip(layers, keys, strict=True):
+                layer.struct.heads.kept = KEPT[own.dtype]
             made = stack, *(pointers(*[one.data_ptr() for one in some]) for some in (keys, values))
         self._stacks[first] = lists, now, made
         return made
@@ -379,6 +383,7 @@ class NativeKernels:
         self, layer: NativeLayer, x: Tensor, batch: Batch, keys: Tensor, values: Tensor
     ) -> None:
         """A layer of several ranks, cut where they gather what they computed."""
+        layer.struct.heads.kept = KEPT[keys.dtype]
         given, work, s, whole = self._given(layer, x, batch), self._work, layer.spec, layer.whole
         q, kv, hidden = s.heads * s.head_dim, s.kv_heads * s.head_dim, self.config.hidden
         own, units = self.group.cut(hidden), whole.kv_heads
@@ -449,7 +454,8 @@ class NativeKernels:
         chunk: int = 0,
     ) -> Tensor:
         own = None if sinks is None else sinks.data_ptr()
-        heads = _Heads(q.shape[1], keys.shape[1], q.shape[2], window, chunk, scale, softcap, own)
+        kept = KEPT[keys.dtype]
+        heads = _Heads(q.shape[1], keys.shape[1], q.shape[2], window, chunk, kept, scale, softcap, own)
         out = torch.empty_like(q)
         self.lib.outrider_attention(
             byref(heads), byref(self.rows_of(batch)), self.threads, _ptr(q), _ptr(keys), _ptr(values),

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outrider.cache.formats import keep, widened
 from outrider.cache.store import KeyValueStore
 from outrider.load.config import CLAMPED, LayerSpec, ModelConfig
 from outrider.load.quants import Blocks
@@ -110,7 +111,8 @@ class ReferenceKernels:
             cos, sin = table.cos[at][:, None], table.sin[at][:, None]
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             q = q if table.gain is None else q * table.gain[at][:, None, None]
-        keys[batch.slots], values[batch.slots] = k, v
+        keep(keys, batch.slots, k)
+        keep(values, batch.slots, v)
         mixed = self.attention(q, batch, keys, values, s.window, s.scale, s.softcap, w.sinks, s.chunk)
         self._add(x, rowwise_linear(mixed.reshape(rows, -1), w.out, w.out_bias), w.out_norm)
         h = x if w.mlp_norm is None else self.norm(x, w.mlp_norm)
@@ -153,7 +155,7 @@ class ReferenceKernels:
         out = torch.empty_like(q)
         for r in range(rows):
             slots = visible_slots(batch, r, window, chunk)
-            k, v = keys[slots].transpose(0, 1), values[slots].transpose(0, 1)  # [kv_heads, n, head_dim]
+            k, v = (widened(kept[slots]).transpose(0, 1) for kept in (keys, values))  # [kv_heads, n, head_dim]
             grouped = q[r].view(kv_heads, heads // kv_heads, head_dim)
             scores = grouped @ k.transpose(1, 2) * scale
             scores = softcapped(softcap, scores) if softcap else scores
