@@ -32,7 +32,7 @@ def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.to(dtype)
     top = x.float().abs().amax(-1, keepdim=True)
     top = torch.where(top < 1e-30, 0.0, top)  # 127 / top would overflow
-    inverse = torch.where(top > 0, 127 / top, 0.0)
+    inverse = 127 / torch.where(top > 0, top, 1.0)
     return torch.cat([(x * inverse).round().to(torch.int8), (top / 127).view(torch.int8)], -1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from ctypes import c_int32, c_void_p
 from typing import Any
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor
 
 from outrider.cache.formats import stored_size
+
+
+ALIGNED = 64  # numbers: GPU kernels are compiled for addresses that 16 divides
 
 
 class KeyValueStore:
@@ -33,9 +37,12 @@ class KeyValueStore:
         self._make = torch.empty if dtype == torch.float32 else torch.zeros
         shapes = [(heads, stored_size(size, kept)) for heads, size in shapes]
         # One allocation: many large ones take a tenth of a second. Views per layer are made once, not in every pass.
-        sizes = [(slots + 1) * heads * size for heads, size in shapes]
+        sizes = [-(-(slots + 1) * heads * size // ALIGNED) * ALIGNED for heads, size in shapes]
         parts = self._make(2 * sum(sizes), **where).split(2 * sizes)
-        both = [part.view(slots + 1, *shape) for part, shape in zip(parts, 2 * list(shapes), strict=True)]
+        both = [
+            part[: (slots + 1) * math.prod(shape)].view(slots + 1, *shape)
+            for part, shape in zip(parts, 2 * shapes, strict=True)
+        ]
         self.keys: list[Tensor] = both[: len(shapes)]
         self.values: list[Tensor] = both[len(shapes) :]
         self.taps: tuple[int, ...] = ()

@@ -149,12 +149,15 @@ def _launch_all(every: bool) -> None:
     kernels = GpuKernels(config, rope_tables(config, 8192), device="cpu")
     model = DeviceDecoder(Decoder(config, random_tensors(config), kernels))
     store = make_store(model, 600)
+    model.kept = torch.int8
+    narrow = make_store(model, 600)
     state = SequenceState(4, 520, torch.device("cpu"), config.vocab)
     ops = GpuStepOps(state, model)
     shapes = ((1, (0, 0)), (1, (4, 4)), (4, (8, 8)), (1, (3, 15)))
     for size, shape in shapes if every else shapes[::3]:
         ops.filtered, ops.edited = size == 4, bool(shape[0]) or not every
-        _launch_step(ops, store, size, shape)
+        for one in (store, narrow) if every else (store,):
+            _launch_step(ops, one, size, shape)
     owners = torch.zeros(2, dtype=torch.int64)
     find_copies(state.tokens, state.references, state.spans, owners, owners, 4, 512, (8, 2, 4))
     model.filter_logits(
@@ -213,6 +216,7 @@ def _launch_losses() -> None:
 
 def _launch_tall() -> None:
     """Attention of a long prompt, in heads of the size that takes most room."""
+    from outrider.cache.formats import stored
     from outrider.model.kernels.gpu.attention import TALL, attend, plan_attention
     from tests.model.batches import Part, Reader
     from tests.tiny import tiny_config
@@ -220,10 +224,10 @@ def _launch_tall() -> None:
     reader = Reader(tiny_config(heads=128, kv_heads=32, head_dim=128, layers=1, windows=(0,)), longest=310)
     batch = reader.batch(Part(0, [1] * 300))
     q = torch.empty((batch.rows, 128, 128), dtype=torch.bfloat16)
-    keys = torch.empty((400, 32, 128), dtype=torch.bfloat16)
     plan = plan_attention(batch, 128, 32, 128)
     assert plan.tile == TALL
-    for window in (0, 100):
+    for window, kept in ((0, torch.bfloat16), (100, torch.bfloat16), (0, torch.int8), (100, torch.int8)):
+        keys = stored(torch.zeros((400, 32, 128)), kept)
         attend(q, batch, keys, keys.clone(), window, 0.1, plan, torch.empty_like(q))
 
 

@@ -27,7 +27,7 @@ static void keep_head(int kept, const float *x, int n, void *to) {
         float top = 0;
         for (int i = 0; i < n; i++) top = fabsf(x[i]) > top ? fabsf(x[i]) : top;
         if (top < 1e-30f) top = 0; /* 127 / top would overflow */
-        float scale = top / 127.0f, inverse = top > 0 ? 127.0f / top : 0;
+        float scale = top / 127.0f, inverse = 127.0f / (top > 0 ? top : 1);
         for (int i = 0; i < n; i++) ((int8_t *)to)[i] = (int8_t)(int32_t)rintf(x[i] * inverse);
         memcpy((int8_t *)to + n, &scale, sizeof scale);
     }

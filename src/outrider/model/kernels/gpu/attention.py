@@ -30,10 +30,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.cache.formats import widened
 from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.attention_tall import attend_tall_kernel
 from outrider.model.kernels.gpu.launch import INTERPRETED, await_previous, chained, let_next_start
-from outrider.model.kernels.gpu.rows import rope_and_write, sum_parts
+from outrider.model.kernels.gpu.rows import rope_and_write, scales_of, sum_parts
 from outrider.model.staged import (
     BLOCK,
     TALL,
@@ -137,10 +138,27 @@ def _block(q, k, v, seen, scale):
 
 
 @triton.jit
-def _load_block(keys, values, slots, held, d, DIM: tl.constexpr, STRIDE: tl.constexpr):
-    at = slots.to(tl.int64)[:, None] * STRIDE + d
+def _load_head(numbers, scales, at, held, load, d, HALF: tl.constexpr, DIM: tl.constexpr, INT8: tl.constexpr):
+    """Keys or values of a head. In 8 bits they come with scales, and are the nearest of what the others are stored as."""
+    if INT8:
+        words: tl.constexpr = DIM // 4 + 1  # of a head, the last of them its scale
+        found = tl.load(numbers + at[:, None] * (4 * words) + d, mask=load, other=0).to(tl.float32)
+        scale = tl.load(scales + at * words + (words - 1), mask=held, other=0.0)
+        head = (found * scale[:, None]).to(HALF)
+    else:
+        head = tl.load(numbers + at[:, None] * DIM + d, mask=load, other=0.0)
+    return head
+
+
+@triton.jit
+def _load_block(
+    keys, values, key_scales, value_scales, slots, held, kv, d,
+    HALF: tl.constexpr, DIM: tl.constexpr, KV_HEADS: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    at = slots.to(tl.int64) * KV_HEADS + kv
     load = held[:, None] & (d < DIM)
-    return tl.load(keys + at, mask=load, other=0.0), tl.load(values + at, mask=load, other=0.0)
+    k = _load_head(keys, key_scales, at, held, load, d, HALF, DIM, INT8)
+    return k, _load_head(values, value_scales, at, held, load, d, HALF, DIM, INT8)
 
 
 @triton.jit
@@ -163,10 +181,11 @@ def _first_split_from(p):
 
 @triton.jit
 def _own_blocks(
-    row, kv, q, keys, values, table, positions, table_rows, prefix, ancestors, paths, sums, stats,
-    table_stride, scale, window, splits,
+    row, kv, q, keys, values, key_scales, value_scales, table, positions, table_rows, prefix, ancestors, paths, sums,
+    stats, table_stride, scale, window, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, LOW: tl.constexpr, DIM: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr, NODES: tl.constexpr, WINDOW: tl.constexpr, CHAIN: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr, NODES: tl.constexpr, WINDOW: tl.constexpr, INT8: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):  # fmt: skip
     """The blocks of one node that hold draft tokens, gathered along its path; one state for each."""
     if tl.load(ancestors + row) == 0:
@@ -191,7 +210,9 @@ def _own_blocks(
         slots = tl.load(entries + c, mask=held & (c < known), other=0)
         slots += tl.load(paths + row * NODES + (c - known), mask=held & (c >= known), other=0)
         seen = held[None, :] & valid[:, None]
-        k, v = _load_block(keys + kv * DIM, values + kv * DIM, slots, held, d, DIM, KV_HEADS * DIM)
+        k, v = _load_block(
+            keys, values, key_scales, value_scales, slots, held, kv, d, queries.dtype, DIM, KV_HEADS, INT8
+        )
         m, w, acc = _block(queries, k, v, seen, scale)
         tl.store(sums + to[:, None] * DIM + d, acc, mask=valid[:, None] & (d < DIM))
         tl.store(stats + to * 2, m, mask=valid)
@@ -251,13 +272,13 @@ def _take_block(
 
 @kernel(do_not_specialize=["made_stride", "shared", "parts", "window", "splits"])
 def _attend_kernel(
-    q, keys, values, table, items, positions, table_rows, prefix, ancestors, paths, sums, stats, out,
-    made, cos, sin, slots, sinks, made_stride,
+    q, keys, values, key_scales, value_scales, table, items, positions, table_rows, prefix, ancestors, paths, sums,
+    stats, out, made, cos, sin, slots, sinks, made_stride,
     table_stride, shared, parts, scale, window, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     DIM: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr,
     NODES: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr, WHOLE: tl.constexpr, TAIL: tl.constexpr,
-    FRESH: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr, CHAIN: tl.constexpr,
+    FRESH: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr, INT8: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """The first shared * parts programs: one item's rows over one split, over the splits that begin in one range of
     `SPAN` blocks, or over everything. The programs after them: one row's own blocks.
@@ -267,9 +288,9 @@ def _attend_kernel(
     if TAIL:  # noqa: SIM102 - decided when compiling
         if tl.program_id(0) >= shared * parts:
             _own_blocks(
-                tl.program_id(0) - shared * parts, kv, q, keys, values, table, positions, table_rows, prefix,
-                ancestors, paths, sums, stats, table_stride, scale, window, splits,
-                HEADS, KV_HEADS, GROUP, LOW, DIM, WIDE, BLOCK, NODES, WINDOW, CHAIN,
+                tl.program_id(0) - shared * parts, kv, q, keys, values, key_scales, value_scales, table, positions,
+                table_rows, prefix, ancestors, paths, sums, stats, table_stride, scale, window, splits,
+                HEADS, KV_HEADS, GROUP, LOW, DIM, WIDE, BLOCK, NODES, WINDOW, INT8, CHAIN,
             )  # fmt: skip
             return
     item = tl.program_id(0) // parts
@@ -318,7 +339,9 @@ def _attend_kernel(
         c = looped + columns
         held = (c < highest) & (c != own)
         places = tl.load(entries + c, mask=held, other=0)
-        last_k, last_v = _load_block(keys + kv * DIM, values + kv * DIM, places, held, d, DIM, KV_HEADS * DIM)
+        last_k, last_v = _load_block(
+            keys, values, None, None, places, held, kv, d, keys.dtype.element_ty, DIM, KV_HEADS, INT8
+        )
         angle = own.to(tl.int64) * (DIM // 2) + tl.where(d < DIM // 2, d, d - DIM // 2)
         turn_c = tl.load(cos + angle, mask=d < DIM, other=0.0)
         turn_s = tl.load(sin + angle, mask=d < DIM, other=0.0)
@@ -344,7 +367,9 @@ def _attend_kernel(
         c = at + columns
         held = c < highest
         places = tl.load(entries + c, mask=held, other=0)
-        k, v = _load_block(keys + kv * DIM, values + kv * DIM, places, held, d, DIM, KV_HEADS * DIM)
+        k, v = _load_block(
+            keys, values, key_scales, value_scales, places, held, kv, d, queries.dtype, DIM, KV_HEADS, INT8
+        )
         m, w, acc, total_m, total_w, total = _take_block(
             queries, k, v, at, c, limit, first, highest, scale, m, w, acc, total_m, total_w, total,
             sums, stats, to_state, valid, d, TILE, DIM, WIDE, BLOCK, WINDOW, WHOLE,
@@ -650,10 +675,10 @@ def attend(
     shared = len(r.items)
     span = SPANS[0] if shared * kv_heads < MANY else SPANS[1]
     parts = 1 if r.whole else r.splits if span == 1 else -(-split_end(r.splits) // (span * BLOCK))
-    if isinstance(q, Fresh) and not _turns_itself(q, attention, kv_heads):
+    if isinstance(q, Fresh) and (keys.dtype is torch.int8 or not _turns_itself(q, attention, kv_heads)):
         fresh, q = q, torch.empty_like(out)
         rope_and_write(fresh.parts, fresh.tables, batch, fresh.norms, q, keys, values, fresh.gains)
-    turning = isinstance(q, Fresh)
+    turning, (key_scales, value_scales) = isinstance(q, Fresh), scales_of(keys, values)
     made, cos, sin = (q.parts, *q.tables) if isinstance(q, Fresh) else (None, None, None)
     if not window and _is_tall(r, keys):
         attend_tall_kernel[(shared * kv_heads,)](
@@ -664,14 +689,14 @@ def attend(
         )  # fmt: skip
         return
     _attend_kernel[(shared * parts + (rows if r.tree else 0), kv_heads)](
-        None if turning else q, keys, values, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix,
+        None if turning else q, keys, values, key_scales, value_scales, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix,
         batch.ancestors, r.paths, r.sums, r.stats, out,
         made, cos, sin, batch.slots, sinks, 0 if made is None else made.stride(0),
         batch.table.stride(0), shared, parts, scale * LOG2E, window, r.splits,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim,
         WIDE=_wide(dim), BLOCK=BLOCK, TILE=r.tile, LOW=TILES[0], NODES=NODES, SPAN=span, WINDOW=window > 0,
         WHOLE=r.whole, TAIL=r.tree, FRESH=turning, PARTS=0 if made is None else len(made), SINKS=sinks is not None,
-        num_warps=_warps(r, shared * kv_heads), num_stages=_stages(r.tile, dim), **chained(),
+        INT8=key_scales is not None, num_warps=_warps(r, shared * kv_heads), num_stages=_stages(r.tile, dim), **chained(),
     )  # fmt: skip
     if r.whole:
         return
@@ -731,7 +756,7 @@ def attend_twin(
         entries = [*range(prefix), *(prefix + i for i in range(NODES) if mask >> i & 1)]
         first = max(0, position + 1 - window) if window else 0
         slots = batch.table[int(batch.table_rows[r])][entries[first:]].long()
-        k, v = keys[slots].float().transpose(0, 1), values[slots].float().transpose(0, 1)
+        k, v = (widened(kept[slots]).to(q).float().transpose(0, 1) for kept in (keys, values))
         grouped = q[r].float().view(kv_heads, heads // kv_heads, dim)
         scores = grouped @ k.transpose(1, 2) * scale
         if sinks is not None:

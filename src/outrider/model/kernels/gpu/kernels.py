@@ -279,7 +279,7 @@ class GpuKernels:
     ) -> Tensor:
         out = torch.empty_like(q)
         attention = plan_attention(batch, q.shape[1], keys.shape[1], q.shape[2])
-        attend(q.to(keys.dtype), batch, keys, values, window, scale, attention, out)
+        attend(q.to(self.dtype), batch, keys, values, window, scale, attention, out)
         return out
 
     # ----------------------------------------------------------------------------------------------- layers

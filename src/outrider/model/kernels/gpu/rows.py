@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from outrider.cache.formats import keep
 from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
 from outrider.model.kernels.gpu.matmul import Packed, add_parts
@@ -238,10 +239,11 @@ def _mean_square(parts, at, stride, COUNT: tl.constexpr, PARTS: tl.constexpr, BL
 
 @kernel(do_not_specialize=["parts_stride"])
 def _rope_kernel(
-    parts, cos, sin, gains, positions, slots, q_norm, k_norm, q, keys, values, parts_stride, eps,
+    parts, cos, sin, gains, positions, slots, q_norm, k_norm, q, keys, values, key_scales, value_scales, parts_stride,
+    eps,
     PARTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, NORMED: tl.constexpr,
     WHOLE: tl.constexpr, GAIN: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr, TOTAL: tl.constexpr,
-    CHAIN: tl.constexpr,
+    INT8: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
     row = tl.program_id(0).to(tl.int64)
@@ -288,14 +290,35 @@ def _rope_kernel(
     to_q = q + row * (HEADS * DIM) + head * DIM + d
     tl.store(to_q, first, mask=mask & is_q)
     tl.store(to_q + half, second, mask=mask & is_q)
-    kept = slot * (KV_HEADS * DIM) + d
-    to_k = keys + kept + (head - HEADS) * DIM
     is_k = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    size: tl.constexpr = DIM + 4 if INT8 else DIM
+    if INT8:  # of numbers rounded as they are without it
+        first, second = first.to(tl.float32), second.to(tl.float32)
+        top = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))[:, None]
+        top = tl.where(top < 1e-30, 0.0, top)  # 127 / top would overflow
+        inverse = 127.0 / tl.where(top > 0.0, top, 1.0)
+        # Adding 1.5 * 2^23 rounds to the nearest whole number.
+        first = ((first * inverse + 12582912.0) - 12582912.0).to(tl.int8)
+        second = ((second * inverse + 12582912.0) - 12582912.0).to(tl.int8)
+        at_scale = (slot * KV_HEADS + head) * (size // 4) + DIM // 4
+        at_scale -= HEADS * (size // 4)
+        tl.store(key_scales + at_scale, top / 127.0, mask=is_k)
+        of_v = is_v & (head < HEADS + 2 * KV_HEADS)
+        tl.store(value_scales + at_scale - KV_HEADS * (size // 4), top / 127.0, mask=of_v)
+    kept = slot * (KV_HEADS * size) + d
+    to_k = keys + kept + (head - HEADS) * size
     tl.store(to_k, first, mask=mask & is_k)
     tl.store(to_k + half, second, mask=mask & is_k)
-    to_v = values + kept + (head - HEADS - KV_HEADS) * DIM
+    to_v = values + kept + (head - HEADS - KV_HEADS) * size
     tl.store(to_v, first, mask=mask & is_v)
     tl.store(to_v + half, second, mask=mask & is_v)
+
+
+def scales_of(keys: Tensor, values: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Keys and values that are kept in 8 bits, as words: the last of each head is its scale (cache/formats.py)."""
+    if keys.dtype is not torch.int8:
+        return None, None
+    return keys.view(torch.float32), values.view(torch.float32)
 
 
 def rope_and_write(
@@ -315,13 +338,13 @@ def rope_and_write(
     rows, heads, dim = q.shape
     kv_heads = keys.shape[1]
     q_norm, k_norm, eps = norms or (None, None, 0.0)
-    together = 8
+    together, scales = 8, scales_of(keys, values)
     _rope_kernel[(rows, triton.cdiv(heads + 2 * kv_heads, together))](
-        parts, *tables, gains, batch.positions, batch.slots, q_norm, k_norm, q, keys, values, parts.stride(0), eps,
+        parts, *tables, gains, batch.positions, batch.slots, q_norm, k_norm, q, keys, values, *scales, parts.stride(0), eps,
         PARTS=len(parts), HEADS=heads, KV_HEADS=kv_heads, DIM=dim, NORMED=norms is not None,
         WHOLE=norms is not None and len(norms[0]) + len(norms[1]) > 2 * dim, GAIN=gains is not None,
         TOGETHER=together, BLOCK=triton.next_power_of_2(dim // 2),
-        TOTAL=min(1024, triton.next_power_of_2(heads * dim)), num_warps=2, **chained(),
+        TOTAL=min(1024, triton.next_power_of_2(heads * dim)), INT8=scales[0] is not None, num_warps=2, **chained(),
     )  # fmt: skip
 
 
@@ -345,7 +368,8 @@ def rope_and_write_twin(
     slots = batch.slots.long()
     turned = rotate(queries, cos, sin)
     q.copy_(turned if gains is None else turned * gains[batch.positions.long()][:, None, None])
-    keys[slots], values[slots] = rotate(k, cos, sin).to(keys), v.to(values)
+    keep(keys, slots, rotate(k, cos, sin).to(q.dtype))
+    keep(values, slots, v.to(q.dtype))
 
 
 def _normed_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
