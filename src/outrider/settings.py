@@ -136,7 +136,10 @@ def cache_folder() -> Path:
 
 
 DEVICES = ("auto", "cpu", "cuda")
-KV_CACHE = {"cpu": ("float32", "bfloat16", "int8"), "cuda": ("bfloat16",)}  # the first: what a device computes in
+KV_CACHE = {
+    "cpu": ("float32", "bfloat16", "int8"),
+    "cuda": ("bfloat16", "int8"),
+}  # the first: what it computes in
 WEIGHTS = {
     "cpu": ("stored", "float32", "bfloat16", "int8", "int4"),
     "cuda": ("bfloat16", "fp8", "int8", "int4"),
@@ -163,7 +166,7 @@ class Settings:
         "auto",
         known=("auto", *KV_CACHE["cpu"]),
         metavar="FORMAT",
-        help="Number format of the KV cache: auto, bfloat16; CPU: float32 (auto), int8.",
+        help="Number format of the KV cache: auto, bfloat16, int8; CPU: float32 (auto).",
     )
     weights: str = setting(
         "auto",

@@ -40,7 +40,7 @@ def test_what_is_built_is_complete_and_answers(folder: Path) -> None:
     assert (built.draft, built.drafter) == (("lookup", "early_exit"), "lookup+early_exit")
     assert built.engine.drafters.members(built.drafter) == built.draft
     assert built.engine.planner.default == built.drafter
-    assert (built.settings.max_sequences, built.settings.dtype) == (3, "float32")
+    assert (built.settings.max_sequences, built.settings.kv_cache_dtype) == (3, "float32")
     assert asked == Settings(device="cpu", max_sequences=3)  # nothing is changed in what was given
     with pytest.raises(FrozenInstanceError):
         built.settings = asked  # type: ignore[misc]

@@ -8,10 +8,12 @@ import random
 from itertools import product
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outrider.draft.lookup import LookupDrafter
+from outrider.model.decoder import kv_bytes
 from outrider.types import Draft, DraftPlan
 from outrider.verify.noise import choice_seed
 from tests.sweep import sweep
@@ -89,6 +91,21 @@ def test_a_model_in_fewer_bits_does_too(requests, weights):
     plain = {r.id: run_alone(model, r, prefix_reuse=False) for r in requests}
     engine = tiny_engine(model, Always(DraftPlan("test", 4, 4)), LookupDrafter())
     assert answers(engine, requests) == plain
+
+
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.int8])
+def test_a_cache_in_fewer_bits_does_too(requests, alone, kept):
+    """Also where requests wait, are read again and find prefixes."""
+    model = tiny_model()
+    model.kept = kept
+    plain = {r.id: run_alone(model, r, prefix_reuse=False) for r in requests}
+    assert plain != alone  # it does round
+    room = 230 * kv_bytes(model)
+    engine = tiny_engine(model, Always(DraftPlan("test", 4, 4)), LookupDrafter(), cache_bytes=room)
+    assert engine.table.pool.total == 230
+    for _ in range(2):
+        assert answers(engine, requests) == plain
+    assert engine.scheduler.preemptions > 2
 
 
 @pytest.mark.parametrize("step_rows", sweep([32, 33, 47, 500], quick=[33, 500]))

@@ -15,13 +15,13 @@ GIB = 1 << 30
 
 def test_without_a_gpu_everything_is_for_the_cpu() -> None:
     placed = place(Settings(), None)
-    assert (placed.device, placed.dtype, placed.weights) == ("cpu", "float32", "stored")
+    assert (placed.device, placed.kv_cache_dtype, placed.weights) == ("cpu", "float32", "stored")
     assert (placed.max_sequences, placed.step_rows, placed.cache_bytes) == (64, 128, GIB)
 
 
 def test_with_a_gpu_it_is_used_and_its_memory_shared_out() -> None:
     placed = place(Settings(), 100 * GIB)
-    assert (placed.device, placed.dtype, placed.max_sequences) == ("cuda", "bfloat16", 512)
+    assert (placed.device, placed.kv_cache_dtype, placed.max_sequences) == ("cuda", "bfloat16", 512)
     assert placed.cache_bytes == 100 * GIB
     assert placed.weights == "bfloat16"
 
@@ -37,7 +37,7 @@ def test_a_cpu_keeps_weights_as_they_are_stored() -> None:
 def test_fp8_needs_a_gpu(whose: str) -> None:
     asked = {whose: "fp8"}
     assert getattr(place(Settings(**asked), GIB), whose) == "fp8"
-    assert place(Settings(**asked, device="cuda"), GIB).dtype == "bfloat16"
+    assert place(Settings(**asked, device="cuda"), GIB).kv_cache_dtype == "bfloat16"
     for settle in (lambda: Settings(**asked, device="cpu"), lambda: place(Settings(**asked), None)):
         with pytest.raises(
             InvalidRequest, match=f"cpu stores {whose} as stored, float32, bfloat16, int8, int4, not as fp8"
@@ -66,8 +66,7 @@ def test_what_was_asked_for_stays() -> None:
     ("options", "free", "param"),
     [
         ({"device": "cuda"}, None, "device"),
-        ({"dtype": "bfloat16"}, None, "dtype"),
-        ({"dtype": "float32"}, GIB, "dtype"),
+        ({"kv_cache_dtype": "float32"}, GIB, "kv_cache_dtype"),
         ({"weights": "float32"}, GIB, "weights"),
         ({"weights": "stored"}, GIB, "weights"),
         ({"draft_weights": "float32"}, GIB, "draft_weights"),

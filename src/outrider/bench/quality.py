@@ -117,7 +117,7 @@ def _read(model: Model, prompt: list[int], answer: list[int]) -> tuple[float, Te
 
 def quality_table(report: dict[str, Any]) -> Iterator[str]:
     """Within 80 columns."""
-    yield f"{'weights':12} {'perplexity':>10} {'top-1':>8} {'KL mean':>9} {'KL p99':>9} {'equal':>9} {'tokens':>7}"
+    yield f"{'format':12} {'perplexity':>10} {'top-1':>8} {'KL mean':>9} {'KL p99':>9} {'equal':>9} {'tokens':>7}"
     yield f"{report['reference']:12} {report['reference_perplexity']:10.3f}   (reference)"
     for name, one in report["formats"].items():
         equal = f"{one['answers_equal']} of {one['answers']}"

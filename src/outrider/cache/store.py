@@ -12,7 +12,6 @@ from torch import Tensor
 
 from outrider.cache.formats import stored_size
 
-
 ALIGNED = 64  # numbers: GPU kernels are compiled for addresses that 16 divides
 
 

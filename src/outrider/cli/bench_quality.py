@@ -13,19 +13,23 @@ from outrider.cli.tasks import TaskRow, task_ids
 from outrider.errors import InvalidRequest, suggest
 from outrider.settings import KV_CACHE, WEIGHTS, Settings
 
+KV = "kv-"  # before a format of the KV cache
+
 if TYPE_CHECKING:
     from outrider.bench.quality import Reference
 
 
 def formats_of(text: str | None, against: str | None, settings: Settings) -> tuple[str, list[str]]:
     """The reference's format, and those to compare with it: by default all others of the device; where another file
-    is the reference, the format of --weights.
+    is the reference, the format of --weights. `kv-int8` is a format of the KV cache beside the reference's weights.
     """
     from outrider.engine.memory import runs_on_gpu
 
     device = "cuda" if runs_on_gpu(settings) else "cpu"
-    known, widest = ("auto", *WEIGHTS[device]), KV_CACHE[device][0]
-    every = [settings.weights] if against else [name for name in WEIGHTS[device] if name != widest]
+    widest, *fewer = KV_CACHE[device]
+    caches = [KV + name for name in fewer]
+    known = ("auto", *WEIGHTS[device], *caches)
+    every = [settings.weights] if against else [name for name in WEIGHTS[device] if name != widest] + caches
     names = text.split(",") if text else every
     for name in names:
         if name not in known:
@@ -64,7 +68,7 @@ def bench_quality(
         report |= {"model": model, "reference_model": source, "reference": widest}
         report |= {"reference_perplexity": made.perplexity, "formats": {}}
         for name in names:
-            report["formats"][name] = _measured(model, name, made, settings, progress)
+            report["formats"][name] = _measured(model, name, widest, made, settings, progress)
             report.keep()
     for line in quality_table(report):
         note(line)
@@ -91,10 +95,14 @@ def _reference(
 
 
 def _measured(
-    model: str, weights: str, made: Reference, settings: Settings, progress: Progress
+    model: str, name: str, widest: str, made: Reference, settings: Settings, progress: Progress
 ) -> dict[str, float]:
     from outrider.bench.quality import measure_quality
 
-    with open_llm(model, "none", replace(settings, weights=weights)) as llm:
-        tell = progress.of(weights)
-        return measure_quality(llm, made, lambda _, done: tell(f"weights {weights}", done))
+    kept = name.removeprefix(KV)
+    own = replace(settings, weights=name if kept == name else widest)
+    if kept != name:
+        own = replace(own, kv_cache_dtype=kept)
+    with open_llm(model, "none", own) as llm:
+        tell = progress.of(name)
+        return measure_quality(llm, made, lambda _, done: tell(f"format {name}", done))

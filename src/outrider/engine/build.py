@@ -55,7 +55,7 @@ from outrider.load.tokenizer import Tokenizer
 from outrider.model.decoder import Decoder, Layered, Model, kv_bytes, make_kernels
 from outrider.model.parallel import ALONE, Group
 from outrider.model.weights import BYTES, kept_as, kept_formats, kind_of
-from outrider.settings import KV_CACHE, WEIGHT_BYTES, Settings, cache_folder, free_memory, shown_size
+from outrider.settings import WEIGHT_BYTES, Settings, cache_folder, free_memory, shown_size
 from outrider.types import MAX_NODES
 
 # Parameters. Decoding with a smaller model is bound by kernel launches on a GPU, so its prefill steps are larger.
@@ -201,7 +201,6 @@ def load_model(
     it reads.
     """
     config, kind = checkpoint.config, weights or settings.weights
-    kept = FORMATS[KV_CACHE["cpu"][0] if weights or settings.kv_cache_dtype == "auto" else settings.kv_cache_dtype]
     if config is None:
         if settings.device == "cuda":
             raise UnsupportedModel("a model run through transformers runs on the CPU; use --device cpu")
@@ -209,9 +208,9 @@ def load_model(
 
         if kind == "bfloat16" and weights is None:
             raise UnsupportedModel("a model run through transformers is held as float32; leave --weights out")
-        model = load_hf(checkpoint, settings.threads, cache_folder() / "kernels", settings.kernels)
-        model.kept = kept
-        return model
+        ours = load_hf(checkpoint, settings.threads, cache_folder() / "kernels", settings.kernels)
+        ours.kept = _kept(ours, settings, weights)
+        return ours
     check_shapes(checkpoint)
     positions = (settings.context or config.context) + MAX_NODES + 1
     if runs_on_gpu(settings):
@@ -219,6 +218,7 @@ def load_model(
 
         kind = "bfloat16" if kind == "auto" else kind
         model = load_on_device(config, checkpoint.for_gpu, positions, kind, group)
+        model.kept = _kept(model, settings, weights)
         if weights is None:
             model.use_library()
         return model
@@ -228,9 +228,15 @@ def load_model(
         kernels = make_kernels(config, positions, threads, folder, settings.kernels, group)
         reading = Reading(checkpoint, "stored" if kind == "auto" else kind, weights is not None, watch, group)
         decoder = Decoder(config, reading, kernels)
-        decoder.kept = kept
+        decoder.kept = _kept(decoder, settings, weights)
     checkpoint.release()
     return decoder
+
+
+def _kept(model: Model, settings: Settings, draft_weights: str | None) -> torch.dtype:
+    """The number format of the model's KV cache; a draft's is that of its hidden states."""
+    asked = settings.kv_cache_dtype
+    return model.dtype if draft_weights or asked == "auto" else FORMATS[asked]
 
 
 def _fitting(
@@ -285,7 +291,7 @@ def _placed(model: Model, settings: Settings, draft: DraftRoom) -> Settings:
     if not settings.step_rows and own.parameters <= LAUNCH_BOUND:
         placed = replace(placed, step_rows=4 * placed.step_rows)
     weights = int(draft.weights * WEIGHT_BYTES[placed.draft_weights])
-    beside = draft.cached / own.kv_numbers
+    beside = draft.cached * model.dtype.itemsize / kv_bytes(model)
     working = 0 if settings.cache_bytes else working_memory(model, placed, GpuMeter())
     free, _ = gpu_memory()  # less than before: the kernels that the measurement loaded stay
     own_cache = place(settings, free, weights, beside, total, working).cache_bytes

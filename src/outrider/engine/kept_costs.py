@@ -52,6 +52,7 @@ class KeptCosts:
             "ranks": settings.tensor_parallel,
             "kernels": model.kernels.name,
             "weights": model.formats,
+            "kv_cache": str(model.kept),
             "draft": [f"{part.kind} {part.text}" for part in drafts],
             "draft_weights": settings.draft_weights,
             "model": {k: v for k, v in asdict(model.config).items() if k not in ("raw", "eos_ids")},

@@ -101,7 +101,7 @@ def kv_bytes(model: Model) -> int:
 
 class Decoder:
     device, dtype = torch.device("cpu"), torch.float32
-    kept = torch.float32  # until something else is asked for, before it has a cache
+    kept = torch.float32
 
     def __init__(self, config: ModelConfig, read: Read, kernels: Any) -> None:
         self.config = config

@@ -48,7 +48,7 @@ class DeviceDecoder:
         self.config, self.group = decoder.config, decoder.group
         self.draw, self.filter_logits = decoder.draw, decoder.filter_logits
         self.device, self.dtype = decoder.kernels.device, decoder.kernels.dtype
-        self.kept = self.dtype  # until something else is asked for, before it has a cache
+        self.kept = self.dtype
         self.norm = decoder.norm.to(self.device)
         self.library = Adopted(refused="not asked for")
         self.attention_plans = AttentionPlans(self.kernels.config, self.device)

@@ -91,7 +91,7 @@ class HfModel:
     """A transformers model as the engine sees it."""
 
     device, dtype, group = torch.device("cpu"), torch.float32, ALONE
-    kept = torch.float32  # until something else is asked for, before it has a cache
+    kept = torch.float32
     experts_read = 0.0  # it does not count them
 
     def __init__(self, config: ModelConfig, module: Any, kernels: Any) -> None:

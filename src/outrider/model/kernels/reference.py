@@ -155,7 +155,9 @@ class ReferenceKernels:
         out = torch.empty_like(q)
         for r in range(rows):
             slots = visible_slots(batch, r, window, chunk)
-            k, v = (widened(kept[slots]).transpose(0, 1) for kept in (keys, values))  # [kv_heads, n, head_dim]
+            k, v = (
+                widened(kept[slots]).transpose(0, 1) for kept in (keys, values)
+            )  # [kv_heads, n, head_dim]
             grouped = q[r].view(kv_heads, heads // kv_heads, head_dim)
             scores = grouped @ k.transpose(1, 2) * scale
             scores = softcapped(softcap, scores) if softcap else scores

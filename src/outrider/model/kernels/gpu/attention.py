@@ -139,7 +139,7 @@ def _block(q, k, v, seen, scale):
 
 @triton.jit
 def _load_head(numbers, scales, at, held, load, d, HALF: tl.constexpr, DIM: tl.constexpr, INT8: tl.constexpr):
-    """Keys or values of a head. In 8 bits they come with scales, and are the nearest of what the others are stored as."""
+    """Keys or values of a head. Of 8 bits and a scale they are the nearest number in half precision."""
     if INT8:
         words: tl.constexpr = DIM // 4 + 1  # of a head, the last of them its scale
         found = tl.load(numbers + at[:, None] * (4 * words) + d, mask=load, other=0).to(tl.float32)
@@ -689,14 +689,15 @@ def attend(
         )  # fmt: skip
         return
     _attend_kernel[(shared * parts + (rows if r.tree else 0), kv_heads)](
-        None if turning else q, keys, values, key_scales, value_scales, batch.table, r.items, batch.positions, batch.table_rows, batch.prefix,
-        batch.ancestors, r.paths, r.sums, r.stats, out,
+        None if turning else q, keys, values, key_scales, value_scales, batch.table, r.items, batch.positions,
+        batch.table_rows, batch.prefix, batch.ancestors, r.paths, r.sums, r.stats, out,
         made, cos, sin, batch.slots, sinks, 0 if made is None else made.stride(0),
         batch.table.stride(0), shared, parts, scale * LOG2E, window, r.splits,
         HEADS=heads, KV_HEADS=kv_heads, GROUP=heads // kv_heads, PADDED=padded_group(heads, kv_heads), DIM=dim,
         WIDE=_wide(dim), BLOCK=BLOCK, TILE=r.tile, LOW=TILES[0], NODES=NODES, SPAN=span, WINDOW=window > 0,
         WHOLE=r.whole, TAIL=r.tree, FRESH=turning, PARTS=0 if made is None else len(made), SINKS=sinks is not None,
-        INT8=key_scales is not None, num_warps=_warps(r, shared * kv_heads), num_stages=_stages(r.tile, dim), **chained(),
+        INT8=key_scales is not None, num_warps=_warps(r, shared * kv_heads), num_stages=_stages(r.tile, dim),
+        **chained(),
     )  # fmt: skip
     if r.whole:
         return

@@ -340,7 +340,8 @@ def rope_and_write(
     q_norm, k_norm, eps = norms or (None, None, 0.0)
     together, scales = 8, scales_of(keys, values)
     _rope_kernel[(rows, triton.cdiv(heads + 2 * kv_heads, together))](
-        parts, *tables, gains, batch.positions, batch.slots, q_norm, k_norm, q, keys, values, *scales, parts.stride(0), eps,
+        parts, *tables, gains, batch.positions, batch.slots, q_norm, k_norm, q, keys, values, *scales,
+        parts.stride(0), eps,
         PARTS=len(parts), HEADS=heads, KV_HEADS=kv_heads, DIM=dim, NORMED=norms is not None,
         WHOLE=norms is not None and len(norms[0]) + len(norms[1]) > 2 * dim, GAIN=gains is not None,
         TOGETHER=together, BLOCK=triton.next_power_of_2(dim // 2),
