@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams, Settings
+from outrider.cache.formats import FORMATS
 from outrider.draft.names import Part
 from outrider.engine.build import Reshape, build_engine
 from outrider.load.checkpoint import Checkpoint, open_checkpoint
@@ -44,8 +45,27 @@ def test_what_is_built_is_complete_and_answers(folder: Path) -> None:
     assert asked == Settings(device="cpu", max_sequences=3)  # nothing is changed in what was given
     with pytest.raises(FrozenInstanceError):
         built.settings = asked  # type: ignore[misc]
+    assert built.engine.model.kept is torch.float32
     built.engine.add(request("a", [5, 6, 7], max_tokens=4, ignore_eos=True))
     assert [len(tokens_of(events)) for events in finish(built.engine).values()] == [4]
+
+
+def test_a_kv_cache_in_fewer_bits_holds_more_tokens(folder: Path) -> None:
+    """The draft's cache stays as it is."""
+    parts, room, tokens = (Part(str(folder), str(folder)),), 1 << 20, {}
+    for asked, kept in FORMATS.items():
+        settings = Settings(device="cpu", max_sequences=64, cache_bytes=room, kv_cache_dtype=asked)
+        built = build_engine(open_checkpoint(folder), parts, None, settings, Reshape())
+        store = built.engine.cache.store
+        assert (
+            {tensor.dtype for tensor in (*store.keys, *store.values)} == {built.engine.model.kept} == {kept}
+        )
+        drafter = built.engine.drafters[built.draft[0]]
+        assert drafter.model.kept is drafter.store.keys[0].dtype is torch.float32
+        tokens[asked] = built.engine.table.pool.total
+    assert tokens["bfloat16"] == 2 * tokens["float32"]
+    size = open_checkpoint(folder).config.specs[0].head_dim
+    assert tokens["int8"] == pytest.approx(tokens["float32"] * 4 * size / (size + 4), abs=1)
 
 
 def test_without_drafts_there_is_no_drafter_to_choose(folder: Path) -> None:
