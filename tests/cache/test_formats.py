@@ -20,7 +20,7 @@ def test_int8_is_within_half_a_step_of_each_heads_own_scale(seed: int, power: in
     if zeros:
         x[1] = 0
     step = x.abs().amax(-1, keepdim=True) / 127
-    step[step < 1e-32] = 1e-30
+    step[step < 1e-32] = 2e-30  # so small that a head counts as zeros
     assert ((widened(stored(x, torch.int8)) - x).abs() <= 0.501 * step).all()
 
 

@@ -209,7 +209,7 @@ def load_model(
         if kind == "bfloat16" and weights is None:
             raise UnsupportedModel("a model run through transformers is held as float32; leave --weights out")
         ours = load_hf(checkpoint, settings.threads, cache_folder() / "kernels", settings.kernels)
-        ours.kept = _kept(ours, settings, weights)
+        _choose_cache(ours, settings, weights)
         return ours
     check_shapes(checkpoint)
     positions = (settings.context or config.context) + MAX_NODES + 1
@@ -218,7 +218,7 @@ def load_model(
 
         kind = "bfloat16" if kind == "auto" else kind
         model = load_on_device(config, checkpoint.for_gpu, positions, kind, group)
-        model.kept = _kept(model, settings, weights)
+        _choose_cache(model, settings, weights)
         if weights is None:
             model.use_library()
         return model
@@ -228,15 +228,15 @@ def load_model(
         kernels = make_kernels(config, positions, threads, folder, settings.kernels, group)
         reading = Reading(checkpoint, "stored" if kind == "auto" else kind, weights is not None, watch, group)
         decoder = Decoder(config, reading, kernels)
-        decoder.kept = _kept(decoder, settings, weights)
+        _choose_cache(decoder, settings, weights)
     checkpoint.release()
     return decoder
 
 
-def _kept(model: Model, settings: Settings, draft_weights: str | None) -> torch.dtype:
-    """The number format of the model's KV cache; a draft's is that of its hidden states."""
-    asked = settings.kv_cache_dtype
-    return model.dtype if draft_weights or asked == "auto" else FORMATS[asked]
+def _choose_cache(model: Model, settings: Settings, draft_weights: str | None) -> None:
+    """Sets the number format of the model's KV cache; a draft's stays that of its hidden states."""
+    if draft_weights is None and settings.kv_cache_dtype != "auto":
+        model.kept = FORMATS[settings.kv_cache_dtype]
 
 
 def _fitting(
