@@ -27,16 +27,18 @@ class Foresees(ResidentDrafter):
         return self.proposals[end][:n]
 
 
-def scored(proposals: dict[int, list[int]], steps: list[list[int]]) -> list[tuple[int, int] | None]:
+def scored(
+    proposals: dict[int, list[int]], steps: list[list[int]], patience: int = 0
+) -> list[tuple[int, int] | None]:
     """Drafted and accepted, step by step, of a prompt of two tokens."""
     scores, s = Scores(Drafters({"test": Foresees(proposals)}, VOCAB)), sequence([1, 2])
     found = []
     for tokens in steps:
         s.tokens += tokens
-        outcome = scores.score("test", s)
+        outcome = scores.score("test", s, patience)
         found.append(outcome and (outcome.deepest, outcome.accepted))
     scores.stop(s)
-    assert not scores.due
+    assert not scores.due and not scores.wrong
     return found
 
 
@@ -56,6 +58,16 @@ def test_what_nobody_looked_at_is_left_out():
     right = {2: [5], 10: [3, 4, 5, 6]}
     assert scored(right, [[5], [0] * 7 + [3, 4, 5, 6]]) == [(1, 1), (4, 4)]
     assert scored({2: [5], 10: [3, 4, 9, 6]}, [[5], [0] * 7 + [3, 4, 5, 6]]) == [(1, 1), (4, 2)]
+
+
+def test_the_more_proposals_were_wrong_the_more_tokens_are_passed_over():
+    """One after the first, two after the second and no more than the patience; none after one that was right."""
+    wrong: dict[int, list[int]] = {n: [9] for n in range(2, 20)}
+    each, no = (1, 0), None
+    steps = [[5]] * 10
+    assert scored(wrong, steps) == [each] * 10
+    assert scored(wrong, steps, 2) == [each, no, each, no, no, each, no, no, each, no]
+    assert scored({**wrong, 4: [5]}, steps, 2) == [each, no, (1, 1), no, each, no, each, no, no, each]
 
 
 def test_it_scores_lookup_as_steps_propose():

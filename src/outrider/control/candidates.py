@@ -50,8 +50,8 @@ class Group:
     delayed: int
     settled: int
     settled_late: bool  # one of those is at its bound
-    # Seconds of the step without drafts. A host-packed step includes its prompt rows, because its sequences wait for
-    # them. The persistent batch excludes them, because an accepted token saves a later step without prompt rows.
+    # Seconds of the step without drafts and without its prompt rows: an accepted token saves a part of a later step, and
+    # prompt rows are computed anyway.
     plain: float
     each: Seq[int] = ()  # rows of each piece of work of a host-packed step without these drafts
 
@@ -202,11 +202,12 @@ def own_chains(
     if not any(drafts):
         return None
     nodes = _nodes(drafts)
-    gains, seconds = np.zeros((len(nodes) + 1, count)), [group.plain]
-    each, rows, drafting, levels = list(group.each), sum(group.each), 0.0, dict[str, int]()
-    without, depths = costs.step_of(each), [0] * count
-    for added, (survival, item, level) in enumerate(nodes, start=1):
-        gains[added:, item] += survival
+    gains = np.zeros((len(nodes) + 1, count))
+    gains[range(1, len(nodes) + 1), [item for _, item, _ in nodes]] = [survival for survival, _, _ in nodes]
+    each, drafting, levels = list(group.each), 0.0, dict[str, int]()
+    depths, seconds, rows = [0] * count, [group.plain], sum(group.each)
+    fewer = group.plain - costs.step_of(each)
+    for rows, (_, item, level) in enumerate(nodes, start=rows + 1):
         draft = drafts[item]
         assert draft is not None
         if level > levels.get(draft.drafter, 0):
@@ -218,11 +219,10 @@ def own_chains(
             drafting += draft.delay
         depths[item] = max(depths[item], level)
         each[group.places[item]] += 1
-        target = costs.curve_at(rows + added) * costs.shared(each)
-        seconds.append(group.plain + max(target - without, 0.0) + drafting)
+        seconds.append(max(fewer + costs.curve_at(rows) * costs.shared(each), group.plain) + drafting)
     return Candidates(
         lead,
-        gains,
+        gains.cumsum(0),
         np.array(seconds),
         np.zeros(len(seconds)),
         nodes=[(item, level) for _, item, level in nodes],

@@ -73,6 +73,7 @@ class EagerCosts:
         self._drafts: dict[str, dict[int, float]] = {}  # drafting, by drafter and depth,
         self._drafted: dict[str, Counter[int]] = {}  # and how often, as far as that counts
         self._points: tuple[list[int], list[float]] | None = None
+        self._read: dict[int, float] = {}  # of the curve, since the last step
 
     def plain(self, batch: int) -> float:
         known = self.by_batch.get(batch)
@@ -103,6 +104,11 @@ class EagerCosts:
 
     def curve_at(self, rows: int) -> float:
         """Seconds of a step by rows: interpolated between the known ones, and continued beyond them."""
+        if (known := self._read.get(rows)) is None:
+            known = self._read[rows] = self._curve_at(rows)
+        return known
+
+    def _curve_at(self, rows: int) -> float:
         xs, ys = self._points or self._known_points()
         if not xs:
             return 1.0 + UNMEASURED_ROW * rows
@@ -150,6 +156,7 @@ class EagerCosts:
         for fewer in [known for known in self.curve if known < rows]:
             self.curve[fewer] = min(self.curve[fewer], seconds)
         self._points = None
+        self._read.clear()
 
     def observe(self, record: StepRecord, after_prompt: bool) -> None:
         rows, batch, experts = record.rows, record.sequences, self.experts
@@ -160,6 +167,7 @@ class EagerCosts:
         _learn(self.by_rows, rows, seconds)
         self.times[rows] += 1
         self._points = None
+        self._read.clear()
         if record.drafted:
             self.baselines.drafted(batch, rows, batch in self.by_batch)
         else:

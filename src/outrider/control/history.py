@@ -152,7 +152,8 @@ UNPROFITABLE = frozenset(("below break-even", NOTHING_FOUND.kind, OFF.kind))
 class PlanCache:
     """Reuses a plan for a few steps, where a new plan would delay the device or say the same.
 
-    A plan without drafts is reused the longer, the more plans in a row found nothing that pays. A plan with drafts is
+    A plan without drafts is reused the longer, the more plans in a row found nothing that pays. Of host-packed sequences
+    it is reused until one begins to copy: nothing else changes what a plan would say. A plan with drafts is
     reused only while the device waits for the host. In that case planning also skips steps with prompt rows if one
     without follows.
     """
@@ -223,11 +224,12 @@ class PlanCache:
             return plan
         self.by_sequence = decoding
         kinds = {why.kind: why for _, why in decoding.values()}
-        if kinds.keys() <= UNPROFITABLE:
+        idle = not options.size and not any(drafts.nodes for drafts, _ in decoding.values())
+        if kinds.keys() <= (UNPROFITABLE | {"slowdown"} if idle else UNPROFITABLE):
             # Beside no device what lookup finds is known for free, and a plan is kept the longer the more it costs.
             slowly = max(self.without // HOLD, int(self.plan_share / PROBE_SHARE))
             slowly = 0 if NOTHING_FOUND.kind in kinds else slowly
-            most = 4 * HOLD if self.host_bound else HOLD
+            most = 4 * HOLD if self.host_bound or not options.size else HOLD
             patience = 2**self.without - 1 if self.host_bound else self.without
             self.left = min(patience if options.size else slowly, most)
             self.reason = next((why for kind, why in kinds.items() if kind != OFF.kind), OFF)
@@ -240,6 +242,8 @@ class PlanCache:
         return plan
 
     def observe(self, record: StepRecord) -> None:
+        if record.captured is None and any(o.accepted > 1 for o in record.shadow):
+            self.left = 0  # a sequence began to copy
         if not record.plan_cached and record.decodes_only:
             self.plan_s, self.plan_share = record.plan_s, record.plan_s / max(record.total_s, 1e-9)
         spare = record.waited_s - (self.plan_s if record.plan_cached else 0.0)

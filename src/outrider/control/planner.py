@@ -259,8 +259,8 @@ class Planner:
             return
         batch = sum(one.emits for one in work)
         costs, each = self.costs.eager, [one.known + f[0].nodes for one, f in zip(work, found, strict=True)]
-        plain = costs.plain(batch) if sum(each) == batch else costs.step_of(each)
-        group = self._group(work, found, places, len(work) - batch + options.waiting, plain, each)
+        delayed = len(work) - batch + options.waiting
+        group = self._group(work, found, places, delayed, costs.plain(batch), each)
         serving = {*options.model_free, *(names[0] for names in group.allowed if len(names) == 1)}
         further = {name for names in group.allowed for name in names} - serving
         every = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
@@ -112,8 +113,7 @@ class Drafters:
 
     def available(self, name: str, sequence: Sequence) -> int:
         """Draft tokens that a model-free drafter has for a sequence."""
-        plan = DraftPlan(name, AVAILABLE, AVAILABLE)
-        return len(self.propose(name, [sequence], [plan])[0])
+        return len(self.shadow_propose(name, sequence, len(sequence.tokens), AVAILABLE))
 
     def shadow_propose(self, name: str, sequence: Sequence, end: int, n: int) -> Seq[int]:
         try:
@@ -183,10 +183,11 @@ class Scores:
     def __init__(self, drafters: Drafters) -> None:
         self.drafters = drafters
         self.due: dict[Sequence, dict[str, int]] = {}  # by drafter: tokens before its next proposal
+        self.wrong: Counter[Sequence] = Counter()  # proposals in a row
 
-    def score(self, name: str, sequence: Sequence) -> Outcome | None:
+    def score(self, name: str, sequence: Sequence, patience: int = 0) -> Outcome | None:
         """The outcome of the drafter's next proposal; None while it is open. After a pause, that is a proposal whose
-        tokens are all known.
+        tokens are all known. The more proposals in a row were wrong, the more tokens are passed over, up to `patience`.
         """
         tokens, known, due = sequence.tokens, len(sequence.tokens), self.due.setdefault(sequence, {})
         at = max(due.get(name, 0), known - SCORED_DEPTH, sequence.prompt_len)
@@ -198,8 +199,10 @@ class Scores:
         if right < len(proposed) and at + right == known:
             due[name] = at
             return None
-        due[name] = at + right + 1
+        wrong = self.wrong[sequence] = 0 if right else self.wrong[sequence] + 1
+        due[name] = at + right + 1 + min(wrong, patience)
         return Outcome(sequence, DraftPlan(name), len(proposed), len(proposed), right, right)
 
     def stop(self, sequence: Sequence) -> None:
         self.due.pop(sequence, None)
+        self.wrong.pop(sequence, None)

@@ -80,9 +80,9 @@ class Text:
         if not len(places):
             return 0
         if self.prediction == self.own:  # else every place in the prediction counts
-            two = text[places - 1] == text[last - 1]
-            two[-1] = True  # of places where a single token matches, the latest
-            places = places[two]
+            places = places[text[places - 1] == text[last - 1]]
+            if not len(places):
+                return 0
         other = self.endings[places + (1 - REACH)] != self.endings[last + 1 - REACH]
         size = other.argmax(1)  # how many tokens back the first one that differs is; 0: none does
         size[size == 0] = REACH

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from outrider.control.guards import PROBE_SHARE
 from outrider.control.planner import Planner
 from outrider.control.prefill import background_rows
 from outrider.draft.drafters import Drafters, Scores
@@ -266,6 +267,8 @@ class Engine:
         if captured is not None and (step.packed.work or step.record.waited_s < self.score_s):
             return []
         begun, found = time.perf_counter(), list[Outcome | None]()
+        # Beside no device, scores take time from every step: they get as much of it as probes.
+        patience = int(self.score_s / (PROBE_SHARE * step.record.total_s)) if captured is None else 0
         turns, self.turn = max(-(-len(alive) // MAX_SCORED), 1), self.turn + 1
         for name in self.drafters.model_free:
             for i in alive[self.turn % turns :: turns]:
@@ -275,9 +278,11 @@ class Engine:
                 lead = captured.drafter if captured else ""
                 ran = step.draft_plans[i].drafter == name and (draft or lead == name)
                 if verdict is not None and mine and not (asked.off or ran or sequence.finish_reason):
-                    found.append(self.scores.score(name, sequence))
-        self.score_s = time.perf_counter() - begun
-        return [one for one in found if one is not None]
+                    found.append(self.scores.score(name, sequence, patience))
+        scored, seconds = [one for one in found if one is not None], time.perf_counter() - begun
+        if captured is not None or scored:
+            self.score_s = seconds if captured is not None else seconds * len(alive) / len(scored)
+        return scored
 
     def _commit(self, step: InFlightStep, i: int, draft: Draft, verdict: Verdict | None) -> Event | None:
         """Commit to the KV cache: keep the accepted path, drop the rest of the draft. Then emit."""
