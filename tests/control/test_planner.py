@@ -325,14 +325,16 @@ def test_prompts_that_wait_for_the_step_count_as_delayed(kind) -> None:
     assert reason(waiting=60) == ("pays" if kind == "persistent" else "below break-even")
 
 
-def test_a_draft_must_pay_beside_the_prompt_rows_of_its_step() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_must_pay_beside_the_prompt_rows_of_its_step(kind) -> None:
+    """An accepted token saves a later step without them."""
     planner, one = planner_of(row=0.2, guards=Guards(max_depth=1)), decoding()
     planner.costs.captured.with_prompts = {(1, 64): 3.0}
     found = {}
     for rows in (8, 0):
         achieves(planner, one, "lm", 0.5)
         beside = (prompt(rows),) if rows else ()
-        plan = planned(planner, "persistent", one, beside=beside, size=1)
+        plan = planned(planner, kind, one, beside=beside, **({"size": 1} if kind == "persistent" else {}))
         found[rows] = dict(plan.reasons[0].facts)["needed"]
     assert found[0] == pytest.approx(0.2) and found[8] == pytest.approx(0.4)  # two wait for it, one gains
 
