@@ -47,7 +47,8 @@ DEAR = 4.0  # times a pass, that the model's draft takes beside the passes of it
 class Free:
     """A model of the right shape that computes nothing."""
 
-    device, dtype, group, experts_read = torch.device("cpu"), torch.float32, ALONE, 0.0
+    device, group, experts_read = torch.device("cpu"), ALONE, 0.0
+    dtype = kept = torch.float32
 
     def __init__(self, config: Any) -> None:
         self.config = config

@@ -57,13 +57,8 @@ class Counted:
     """A model that counts the rows it is given."""
 
     def __init__(self, model) -> None:
-        self.model, self.config, self.device, self.dtype, self.rows = (
-            model,
-            model.config,
-            model.device,
-            model.dtype,
-            0,
-        )
+        self.model, self.config, self.device, self.rows = model, model.config, model.device, 0
+        self.dtype, self.kept = model.dtype, model.kept
         self.draw, self.group = model.draw, model.group
 
     def forward(self, batch, store):

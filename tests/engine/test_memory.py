@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -64,8 +65,15 @@ class Gpu:
         group: Any = ALONE,
     ) -> Any:
         self.loaded.append(weights)
-        place, config = SimpleNamespace(type="cuda"), checkpoint.config
-        return SimpleNamespace(device=place, config=config, group=group, weight_bytes=lambda: 3 * GIB)
+        place, kind = SimpleNamespace(type="cuda"), torch.bfloat16
+        return SimpleNamespace(
+            device=place,
+            config=checkpoint.config,
+            group=group,
+            dtype=kind,
+            kept=kind,
+            weight_bytes=lambda: 3 * GIB,
+        )
 
     def work(self, model: Any, settings: Settings, meter: Any) -> int:
         self.measured.append((settings.step_rows, settings.max_sequences))
@@ -120,6 +128,7 @@ def test_room_is_left_for_a_draft_in_the_shape_that_is_loaded(gpu: Gpu) -> None:
 def test_the_cache_leaves_room_for_a_draft_to_come(gpu: Gpu) -> None:
     gpu.free = [GIB // 1024]
     gpu.drafters["lm"] = None
+    gpu.patch.setattr(build, "kv_bytes", lambda model: 2 * model.config.kv_numbers)
     made = gpu.build(f"lookup+{gpu.folder}+early_exit:1", draft_weights="int8")
     room = cache_size(int(0.6 * gpu.free[0]), numbers(gpu.folder), 1.0)  # itself as its draft
     assert made.settings.cache_bytes == pytest.approx(room, abs=8)

@@ -50,8 +50,8 @@ class Group:
     delayed: int
     settled: int
     settled_late: bool  # one of those is at its bound
-    # Seconds of the step without drafts and without its prompt rows: an accepted token saves a part of a later step, and
-    # prompt rows are computed anyway.
+    # Seconds of the step without drafts and prompt rows: an accepted token saves a part of a later step, and prompt
+    # rows are computed anyway.
     plain: float
     each: Seq[int] = ()  # rows of each piece of work of a host-packed step without these drafts
 
@@ -204,22 +204,26 @@ def own_chains(
     nodes = _nodes(drafts)
     gains = np.zeros((len(nodes) + 1, count))
     gains[range(1, len(nodes) + 1), [item for _, item, _ in nodes]] = [survival for survival, _, _ in nodes]
-    each, drafting, levels = list(group.each), 0.0, dict[str, int]()
-    depths, seconds, rows = [0] * count, [group.plain], sum(group.each)
-    fewer = group.plain - costs.step_of(each)
-    for rows, (_, item, level) in enumerate(nodes, start=rows + 1):
+    each, seconds, drafting = list(group.each), [group.plain], 0.0
+    rows, without, deepest, begun = sum(each), costs.step_of(each), dict[str, int](), set[int]()
+    for _, item, level in nodes:
         draft = drafts[item]
         assert draft is not None
-        if level > levels.get(draft.drafter, 0):
+        if level > (before := deepest.get(draft.drafter, 0)):
             drafting += costs.per_level.get(draft.drafter, 0.0)
-            if not levels.get(draft.drafter):
+            if not before:
                 drafting += costs.per_draft.get(draft.drafter, 0.0)
-            levels[draft.drafter] = level
-        if not depths[item]:
+            deepest[draft.drafter] = level
+        if item not in begun:
+            begun.add(item)
             drafting += draft.delay
-        depths[item] = max(depths[item], level)
-        each[group.places[item]] += 1
-        seconds.append(max(fewer + costs.curve_at(rows) * costs.shared(each), group.plain) + drafting)
+        rows += 1
+        target = costs.curve_at(rows)
+        if costs.experts is not None:
+            each[group.places[item]] += 1
+            target *= costs.shared(each)
+        longer = target - without
+        seconds.append(group.plain + drafting + (longer if longer > 0 else 0.0))
     return Candidates(
         lead,
         gains.cumsum(0),

@@ -152,8 +152,8 @@ UNPROFITABLE = frozenset(("below break-even", NOTHING_FOUND.kind, OFF.kind))
 class PlanCache:
     """Reuses a plan for a few steps, where a new plan would delay the device or say the same.
 
-    A plan without drafts is reused the longer, the more plans in a row found nothing that pays. Of host-packed sequences
-    it is reused until one begins to copy: nothing else changes what a plan would say. A plan with drafts is
+    A plan without drafts is reused the longer, the more plans in a row found nothing that pays. For host-packed
+    sequences it is dropped when one begins to copy: little else changes what a plan would say. A plan with drafts is
     reused only while the device waits for the host. In that case planning also skips steps with prompt rows if one
     without follows.
     """
