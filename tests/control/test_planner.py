@@ -339,6 +339,18 @@ def test_a_draft_must_pay_beside_the_prompt_rows_of_its_step(kind) -> None:
     assert found[0] == pytest.approx(0.2) and found[8] == pytest.approx(0.4)  # two wait for it, one gains
 
 
+def test_where_most_steps_read_prompts_an_accepted_token_saves_more() -> None:
+    needed = []
+    for prompts in (0, 60):
+        planner, one = planner_of(row=0.2, guards=Guards(max_depth=1)), decoding()
+        for _ in range(prompts):  # 15 rows of 0.2: each step takes four times a plain one
+            planner.costs.observe(replace(record(seconds=4.0), rows=16, known=16, prompt_rows=15))
+        achieves(planner, one, "lm", 0.5)
+        plan = planned(planner, "packed", one, beside=(prompt(8),))
+        needed.append(dict(plan.reasons[0].facts)["needed"])
+    assert needed == [pytest.approx(0.4), pytest.approx(0.1, rel=0.02)]
+
+
 # ------------------------------------------------------------------------------------------ probes and baselines
 
 

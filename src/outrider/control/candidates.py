@@ -50,8 +50,8 @@ class Group:
     delayed: int
     settled: int
     settled_late: bool  # one of those is at its bound
-    # Seconds of the step without drafts and prompt rows: an accepted token saves a part of a later step, and prompt
-    # rows are computed anyway.
+    # Seconds of the step without drafts and prompt rows. Beside prompt rows, of an average host-packed step: an accepted
+    # token saves a part of that.
     plain: float
     each: Seq[int] = ()  # rows of each piece of work of a host-packed step without these drafts
 

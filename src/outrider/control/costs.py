@@ -18,7 +18,13 @@ from math import inf
 from typing import Any, NamedTuple
 
 from outrider.control.experts import ExpertCosts
-from outrider.control.guards import BASELINE_INTERVAL, KEEP, KNOWN_AFTER, UNMEASURED_ROW
+from outrider.control.guards import (
+    BASELINE_INTERVAL,
+    KEEP,
+    KNOWN_AFTER,
+    SEQUENCE_MEMORY,
+    UNMEASURED_ROW,
+)
 from outrider.types import NO_TREE, CapturedShape, StepRecord, TreeShape
 
 
@@ -68,6 +74,7 @@ class EagerCosts:
         self.per_token: dict[str, float] = {}  # of a drafter's prefill
         self.per_prompt_row: dict[int, float] = {}  # by prompt rows, rounded up to a power of two
         self.per_lone_row: dict[int, float] = {}  # the same of steps with prompt rows alone
+        self.prompts = 0.0  # what they add to an average step of decoding sequences, in plain steps
         self.baselines = Baselines()
         self.experts: ExpertCosts | None = None  # of a mixture of experts
         self._drafts: dict[str, dict[int, float]] = {}  # drafting, by drafter and depth,
@@ -194,6 +201,10 @@ class EagerCosts:
         slope = sum((d - mean) * drafts[d] * n for d, n in times.items()) / spread if spread else inf
         self.per_level[name] = min(max(slope, 0.0), height / mean)
         self.per_draft[name] = height - mean * self.per_level[name]
+
+    def observe_prompts(self, added: float, decoding: int) -> None:
+        """A step of decoding sequences, to which prompt rows added so many seconds."""
+        self.prompts += (added / self.plain(decoding) - self.prompts) / SEQUENCE_MEMORY
 
     def observe_prefill(self, record: StepRecord) -> None:
         """Learns a drafter's prefill: what drafting took beyond its usual time."""
@@ -390,6 +401,8 @@ class CostModel:
                 self.eager.observe_prefill(record)
             else:
                 self.captured.learn_prefill(*record.drafter_prefill)
+        if record.captured is None and record.decoding and self.eager.by_rows:
+            self.eager.observe_prompts(self._added_by_prompt(record) or 0.0, record.decoding)
         if record.decodes_only and record.drafter_prefill is None:
             costs.observe(record, after_prompt)
         elif record.prompt_rows:
