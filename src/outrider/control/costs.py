@@ -18,13 +18,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from outrider.control.experts import ExpertCosts
-from outrider.control.guards import (
-    BASELINE_INTERVAL,
-    KEEP,
-    KNOWN_AFTER,
-    SEQUENCE_MEMORY,
-    UNMEASURED_ROW,
-)
+from outrider.control.guards import BASELINE_INTERVAL, KEEP, KNOWN_AFTER, SEQUENCE_MEMORY, UNMEASURED_ROW
 from outrider.types import NO_TREE, CapturedShape, StepRecord, TreeShape
 
 
