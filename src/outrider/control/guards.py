@@ -46,8 +46,8 @@ GRACE = 8
 PROBE_INTERVAL = 24  # plain steps without a draft before one is tried again; flat (log/088)
 PROBE_SHARE = 0.005  # of the time, at most, for probes: half of the hundredth that "never slower" leaves
 BASELINE_INTERVAL = 100  # drafting steps between two plain ones that are measured; flat (log/088)
-# Steps that a plan without drafts is kept at most, four times as many where planning would hold up the device, and half
-# of it a plan with drafts there. Four bring a little less, 16 the same (log/088).
+# Steps that a plan without drafts is kept at most, and half of it a plan with drafts where planning would hold up the
+# device. There, and beside no device, one without is kept four times as long. Four bring less, 16 the same (log/088).
 HOLD = 8
 
 # ------------------------------------------------------------------------------------------ costs.py
