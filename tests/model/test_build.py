@@ -96,7 +96,7 @@ def test_a_damaged_library_is_built_again(
 ) -> None:
     """By a compiler that copies: the real one built the library that it copies."""
     good = Path(library(kernel_folder)._name)
-    script = f"while [ \"$1\" != -o ]; do shift; done; cp '{good}' \"$2\""
+    script = f'while [ "$1" != -o ]; do shift; done; cp \'{good}\' "$2"'
     monkeypatch.setenv("CC", fake_compiler(tmp_path, script))
     damaged = tmp_path / "kernels" / f"cpu-{_key()}.so"
     damaged.parent.mkdir()

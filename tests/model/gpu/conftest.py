@@ -69,8 +69,9 @@ def leave_overflow_unchecked(interpreter: ModuleType) -> None:
 
 
 def make_shapes_once(interpreter: ModuleType) -> None:
-    """Every operation makes the type and the shape of its result anew, checks them, and compares shapes number by number
-    before it broadcasts: half of these tests' time. Here equal shapes are one object, which is made and checked once.
+    """Every operation makes the type and the shape of its result anew, checks them, and compares shapes number by
+    number before it broadcasts: a third of these tests' time. Here equal shapes are one object, which is made and
+    checked once.
     """
     core, semantic = interpreter.tl.core, interpreter.interpreter_semantic
     make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
