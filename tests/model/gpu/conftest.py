@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -103,11 +104,26 @@ def make_shapes_once(interpreter: ModuleType) -> None:
     type(semantic).broadcast_impl_value = broadcast
 
 
+def find_builtins_once(interpreter: ModuleType) -> None:
+    """For every launch the interpreter looks through all members of `triton.language` for those that it replaces."""
+    core, found = interpreter.tl.core, dict[Any, list[tuple[str, Any]]]()
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        if package not in found:
+            members = inspect.getmembers(package)
+            found[package] = [(name, member) for name, member in members if core.is_builtin(member)]
+        for name, member in found[package]:
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
+
+
 PATCHES = {  # none of these members is public
     "_patch_lang _LangPatchScope": patch_language_once,
     "_get_np_dtype": look_types_up_once,
     "interpreter_builder": leave_overflow_unchecked,
     "tl interpreter_semantic": make_shapes_once,
+    "_patch_builtin _patch_attr": find_builtins_once,
 }
 if DEVICE == "cpu" and importlib.util.find_spec("triton"):
     found = importlib.import_module("triton.runtime.interpreter")
