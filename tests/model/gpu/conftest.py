@@ -69,6 +69,10 @@ def leave_overflow_unchecked(interpreter: ModuleType) -> None:
         interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
 
 
+TYPE_MEMBERS = {"element_ty", "shape", "numel", "name"}  # all of them are set below; others would be missing
+TENSOR_MEMBERS = {"handle", "shape", "numel", "type", "dtype"}
+
+
 def make_shapes_once(interpreter: ModuleType) -> None:
     """Every operation makes the type and the shape of its result anew, checks them, and compares shapes number by
     number before it broadcasts: a third of these tests' time. Here equal shapes are one object, which is made and
@@ -78,6 +82,10 @@ def make_shapes_once(interpreter: ModuleType) -> None:
     make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
     compare = type(semantic).broadcast_impl_value
     kinds, shapes = dict[tuple[int, ...], Any](), dict[int, Any]()
+    example = core.block_type(core.int32, [2])
+    members = vars(example).keys(), vars(core.tensor(None, example)).keys()
+    if members != (TYPE_MEMBERS, TENSOR_MEMBERS):
+        return
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple([one.value if isinstance(one, core.constexpr) else one for one in shape])
@@ -123,7 +131,7 @@ PATCHES = {  # none of these members is public
     "_get_np_dtype": look_types_up_once,
     "interpreter_builder": leave_overflow_unchecked,
     "tl interpreter_semantic": make_shapes_once,
-    "_patch_builtin _patch_attr": find_builtins_once,
+    "_patch_builtin _patch_attr _LangPatchScope": find_builtins_once,
 }
 if DEVICE == "cpu" and importlib.util.find_spec("triton"):
     found = importlib.import_module("triton.runtime.interpreter")
