@@ -232,7 +232,8 @@ class Shell:
 
         def opened(model: Any = MODEL, draft: Any = "auto", **options: Any) -> LLM:
             usual = draft in ("auto", "lookup") and options.get("settings", Settings()) == Settings()
-            if "smollm2-135m" in str(model).lower() and usual and set(options) <= {"settings"}:
+            asked = {name for name, value in options.items() if value is not None}  # nobody watches it load
+            if "smollm2-135m" in str(model).lower() and usual and asked <= {"settings"}:
                 return self.llm
             return LLM(model, draft, **options)
 

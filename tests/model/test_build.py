@@ -12,7 +12,7 @@ import torch
 from outrider.errors import KernelUnavailable
 from outrider.load.config import ModelConfig
 from outrider.model.decoder import make_kernels
-from outrider.model.kernels.build import library
+from outrider.model.kernels.build import _key, library
 from outrider.model.kernels.native import read_bandwidth
 from tests.model.batches import Reader, random_ids
 from tests.model.families import NEEDS_COMPILER, VOCAB, ours
@@ -88,12 +88,21 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, config: ModelConf
 @NEEDS_COMPILER
 @pytest.mark.parametrize("damage", sweep(["", "\x7fELF garbage"], quick=["\x7fELF garbage"]))
 def test_a_damaged_library_is_built_again(
-    damage: str, tmp_path: Path, kernel_folder: Path, config: ModelConfig
+    damage: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kernel_folder: Path,
+    config: ModelConfig,
 ) -> None:
+    """By a compiler that copies: the real one built the library that it copies."""
     good = Path(library(kernel_folder)._name)
-    (tmp_path / good.name).write_text(damage)
-    assert make_kernels(config, 64, 1, tmp_path, "c").name == "c"
-    assert [file.name for file in tmp_path.iterdir()] == [good.name]
+    script = f'while [ "$1" != -o ]; do shift; done; cp \'{good}\' "$2"'
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, script))
+    damaged = tmp_path / "kernels" / f"cpu-{_key()}.so"
+    damaged.parent.mkdir()
+    damaged.write_text(damage)
+    assert make_kernels(config, 64, 1, damaged.parent, "c").name == "c"
+    assert [*damaged.parent.iterdir()] == [damaged] and damaged.read_bytes() == good.read_bytes()
 
 
 @NEEDS_COMPILER
