@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -129,6 +131,27 @@ def test_each_answer_counts_when_it_ends(wide: AsIf) -> None:
 def test_it_ends_in_time(wide: AsIf) -> None:
     found = audit_arrivals(wide, prompts(3), False, [0.0], PARAMS, Extent(seconds=1e-9))
     assert found.compared == 0 < found.seconds
+
+
+def test_a_short_audit_of_a_slow_model_compares_what_was_answered_in_time(
+    wide: AsIf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not spend its time on plain answers alone."""
+    real = wide.generate
+
+    def slowly(*given, **options):
+        time.sleep(0.3)
+        return real(*given, **options)
+
+    monkeypatch.setattr(wide, "generate", slowly)
+    before = list[str]()  # what went on before anything was compared
+
+    def tell(found, share, what) -> None:
+        before.extend([] if found.compared else [what])
+
+    extent, params = Extent(seconds=4), replace(PARAMS, max_tokens=4)
+    found = audit_arrivals(wide, prompts(3), False, [0.0], params, extent, tell)
+    assert 0 < len(before) < 10 and found.compared > 0 and not found.differing
 
 
 def test_kinds_that_cannot_be_had_are_left_out_and_named(wide: AsIf, monkeypatch: pytest.MonkeyPatch) -> None:

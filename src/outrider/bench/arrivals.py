@@ -33,6 +33,7 @@ SHARE = 32  # sequences that may run at once for which a set is that large; wher
 WIDEST = 4  # times that
 RUNS = 12  # orders in which a set arrives: the answers alone are what takes longest
 RUNS_ONCE = 3  # without a number of tokens to reach
+ALONE = 0.25  # of the time, if it is bounded: a set is complete then, however few were answered alone
 USUAL = "usual"
 GRAMMARS = ("json schema", "regex")
 KINDS = (
@@ -163,18 +164,21 @@ def audit_arrivals(
     with borrowed(llm.engine, enemies, llm.engine.planner):
         for number in count():
             cases, places = list[Case](), range(number * size, (number + 1) * size)
+            begun = time.perf_counter()
             for case in _cases(llm, reference or llm, prompts, places, kinds, temperatures, params, rnd):
                 cases.append(case)
                 answers[tuple(case.ids)] = case.alone.token_ids
                 if reached(number / sets, f"{len(cases)} of {size} requests answered alone"):
                     return found
+                if extent.seconds is not None and time.perf_counter() - begun > ALONE * extent.seconds:
+                    break
             for run in range(runs):
                 methods = ours + (list(enemies) if run % 2 else [])
                 arrivals = _traffic(llm, cases, methods, TOGETHER[run % len(TOGETHER)] * scale, rnd)
                 with contextlib.closing(_run(llm, arrivals, found)) as ended:
                     for place, arrival in enumerate(ended, 1):
                         _compare(llm, found, arrival)
-                        if reached((number + (run + place / size) / runs) / sets, ""):
+                        if reached((number + (run + place / len(cases)) / runs) / sets, ""):
                             return found
             answers.clear()
             if not extent.repeats and number + 1 >= sets:
