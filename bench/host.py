@@ -47,8 +47,7 @@ DEAR = 4.0  # times a pass, that the model's draft takes beside the passes of it
 class Free:
     """A model of the right shape that computes nothing."""
 
-    device, group, experts_read = torch.device("cpu"), ALONE, 0.0
-    dtype = kept = torch.float32
+    device, dtype, kept, group, experts_read = torch.device("cpu"), torch.float32, torch.float32, ALONE, 0.0
 
     def __init__(self, config: Any) -> None:
         self.config = config

@@ -275,7 +275,7 @@ def show(answers: dict[str, Any], batches: list[int], rounds: int, why: str) -> 
             Replay(False),
         )
         for label, some in answers.items():
-            ratios, others, tails, waits, kinds = [], [], [], [], Counter[str]()
+            ratios, others, tails, waits, whole, kinds = [], [], [], [], [], Counter[str]()
             for number in range(rounds):
                 for place, group in enumerate(groups_of(some, batch, None)):
                     own, other, base = (method.batch(group) for method in (auto, fixed, plain))
@@ -283,19 +283,20 @@ def show(answers: dict[str, Any], batches: list[int], rounds: int, why: str) -> 
                     others.append(other.rate / base.rate)
                     tails.append(own.slowest / base.slowest)
                     waits.append(own.waited / base.waited)
+                    whole.append(base.now / own.now)
                     kinds.update(reason.kind for step in own.steps for reason in step.reasons)
                     if why == f"{label}, batch {batch}":
                         explain(number, place, own, base)
-            late = statistics.median(waits)
-            cells.append(statistics.median(ratios))
+            cells.append((statistics.median(ratios), statistics.median(whole)))
             said = ", ".join(f"{kind} {times}" for kind, times in kinds.most_common(4))
             print(
                 f"{label:14} batch {batch:2} {statistics.median(ratios):5.3f}x first {ratios[0]:5.3f} lowest "
                 f"{min(ratios):5.3f}, 4 deep {statistics.median(others):5.3f}x; slowest {max(tails):4.2f}, "
-                f"first token {late:4.2f}  {said}",
+                f"first token {statistics.median(waits):4.2f}, all answers {cells[-1][1]:5.3f}x  {said}",
                 flush=True,
             )
-    print(f"geometric mean {statistics.geometric_mean(cells):.4f}x, lowest {min(cells):.3f}x")
+    rate, all_answers = map(statistics.geometric_mean, zip(*cells, strict=True))
+    print(f"geometric mean {rate:.4f}x, lowest {min(cells)[0]:.3f}x; all answers {all_answers:.4f}x")
 
 
 def explain(number: int, place: int, own: Run, base: Run) -> None:

@@ -132,7 +132,7 @@ FAULTS = [
     Fault("a plan that goes on while a sequence copies", "control/history.py", "self.left = 0  # a sequence",
           "pass  # a sequence",
           "control/test_plan_cache.py::test_a_host_packed_plan_is_dropped_when_a_sequence_begins_to_copy"),
-    Fault("scores that pass nothing over", "draft/drafters.py", " + min(wrong, patience)", "",
+    Fault("scores that pass nothing over", "draft/drafters.py", " + min(wrong[name], patience)", "",
           "draft/test_scores.py::test_the_more_proposals_were_wrong_the_more_tokens_are_passed_over"),
     Fault("draft nodes priced as independent rows", "control/candidates.py", "target *= costs.shared(each)", "pass",
           "control/test_experts.py::test_routing_that_rows_share_allows_deeper_drafts"),

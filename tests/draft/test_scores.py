@@ -70,6 +70,16 @@ def test_the_more_proposals_were_wrong_the_more_tokens_are_passed_over():
     assert scored({**wrong, 4: [5]}, steps, 2) == [each, no, (1, 1), no, each, no, each, no, no, each]
 
 
+def test_a_drafter_that_is_right_is_scored_beside_one_that_is_wrong():
+    wrong, right = Foresees({n: [9] for n in range(2, 20)}), Foresees({n: [5] for n in range(2, 20)})
+    scores, s = Scores(Drafters({"wrong": wrong, "right": right}, VOCAB)), sequence([1, 2])
+    for _ in range(8):
+        s.tokens += [5, 5]
+        for name in ("wrong", "right"):
+            scores.score(name, s, 4)
+    assert len(right.asked) == 8 and len(wrong.asked) < 6
+
+
 def test_it_scores_lookup_as_steps_propose():
     """Of a text that copies now and then, proposal by proposal."""
     dice, text = random.Random(5), [3, 1, 4, 1, 5, 9, 2, 6] * 2

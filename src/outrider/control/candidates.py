@@ -50,8 +50,8 @@ class Group:
     delayed: int
     settled: int
     settled_late: bool  # one of those is at its bound
-    # Seconds of the step without drafts and prompt rows; beside prompt rows, of an average host-packed step. An
-    # accepted token saves a part of it.
+    # Seconds of the step that accepted tokens save a part of: a plain step. For host-packed sequences beside prompt
+    # rows it is the average of recent steps, because later steps may read prompts, too.
     plain: float
     each: Seq[int] = ()  # rows of each piece of work of a host-packed step without these drafts
 

@@ -73,8 +73,8 @@ class EagerCosts:
         self.experts: ExpertCosts | None = None  # of a mixture of experts
         self._drafts: dict[str, dict[int, float]] = {}  # drafting, by drafter and depth,
         self._drafted: dict[str, Counter[int]] = {}  # and how often, as far as that counts
-        self._points: tuple[list[int], list[float]] | None = None
-        self._read: dict[int, float] = {}  # of the curve, since the last step
+        # Of the curve: rows and seconds, and what was read off it. None: something was learned since.
+        self._points: tuple[list[int], list[float], dict[int, float]] | None = None
 
     def plain(self, batch: int) -> float:
         known = self.by_batch.get(batch)
@@ -105,12 +105,12 @@ class EagerCosts:
 
     def curve_at(self, rows: int) -> float:
         """Seconds of a step by rows: interpolated between the known ones, and continued beyond them."""
-        if (known := self._read.get(rows)) is None:
-            known = self._read[rows] = self._curve_at(rows)
+        xs, ys, read = self._points or self._known_points()
+        if (known := read.get(rows)) is None:
+            known = read[rows] = self._interpolated(xs, ys, rows)
         return known
 
-    def _curve_at(self, rows: int) -> float:
-        xs, ys = self._points or self._known_points()
+    def _interpolated(self, xs: list[int], ys: list[float], rows: int) -> float:
         if not xs:
             return 1.0 + UNMEASURED_ROW * rows
         at = bisect_left(xs, rows)
@@ -124,7 +124,7 @@ class EagerCosts:
             return max(seconds, ys[-1] + (ys[-1] - ys[0]) / (xs[-1] - xs[0]) * (rows - xs[-1]))
         return _between(xs, ys, at, rows)
 
-    def _known_points(self) -> tuple[list[int], list[float]]:
+    def _known_points(self) -> tuple[list[int], list[float], dict[int, float]]:
         """Steps that were taken often, and the curve measured ahead, scaled by the nearest of those steps."""
         known = dict(self.by_rows)
         if self.curve:
@@ -137,7 +137,7 @@ class EagerCosts:
                     scaled[rows] *= min(paces, key=lambda one: abs(one[0] - rows))[1]
             known = scaled | known
         xs = sorted(known)
-        self._points = xs, [known[rows] for rows in xs]
+        self._points = xs, [known[rows] for rows in xs], {}
         return self._points
 
     def drafting(self, levels: Mapping[str, int]) -> float:
@@ -157,7 +157,6 @@ class EagerCosts:
         for fewer in [known for known in self.curve if known < rows]:
             self.curve[fewer] = min(self.curve[fewer], seconds)
         self._points = None
-        self._read.clear()
 
     def observe(self, record: StepRecord, after_prompt: bool) -> None:
         rows, batch, experts = record.rows, record.sequences, self.experts
@@ -168,7 +167,6 @@ class EagerCosts:
         _learn(self.by_rows, rows, seconds)
         self.times[rows] += 1
         self._points = None
-        self._read.clear()
         if record.drafted:
             self.baselines.drafted(batch, rows, batch in self.by_batch)
         else:
@@ -395,18 +393,19 @@ class CostModel:
                 self.eager.observe_prefill(record)
             else:
                 self.captured.learn_prefill(*record.drafter_prefill)
+        added = self._added_by_prompt(record) if record.prompt_rows else None
         if record.captured is None and record.decoding and self.eager.by_rows:
-            self.eager.observe_prompts(self._added_by_prompt(record) or 0.0, record.decoding)
+            self.eager.observe_prompts(added or 0.0, record.decoding)
         if record.decodes_only and record.drafter_prefill is None:
             costs.observe(record, after_prompt)
         elif record.prompt_rows:
-            self._observe_prompt(record)
+            self._observe_prompt(record, added)
 
     def baseline_due(self, size: int, batch: int) -> bool:
         """Whether a plain step of the persistent batch of this size, or of this eager batch, is to be measured."""
         return self.captured.baselines.due(size) if size else self.eager.baselines.due(batch)
 
-    def _observe_prompt(self, record: StepRecord) -> None:
+    def _observe_prompt(self, record: StepRecord, added: float | None) -> None:
         captured = record.captured
         if captured is not None and captured.drafter == "none":
             fitting = [rows for rows in self.prompt_sizes(captured.size) if rows >= record.prompt_rows]
@@ -416,7 +415,6 @@ class CostModel:
                 return
         if captured is None and record.rows == record.prompt_rows:
             _learn(self.eager.per_lone_row, round_up(record.rows), record.total_s / record.rows)
-        added = self._added_by_prompt(record)
         if added is not None and record.drafter_prefill is None:
             _learn(self.eager.per_prompt_row, round_up(record.prompt_rows), added / record.prompt_rows)
 

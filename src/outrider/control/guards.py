@@ -19,7 +19,8 @@ COOLING = 0.25
 # Steps that the starting point of an estimate counts for, two instead of four (log/072), until sequences have ended and
 # say how much they differ; at least so many then, too.
 PRIOR_WEIGHT = 2.0
-SEQUENCE_MEMORY = 12  # steps that a sequence's estimate averages over (log/049)
+# Steps that a sequence's estimate averages over (log/049), and the time of prompts beside decoding on a CPU (log/118).
+SEQUENCE_MEMORY = 12
 DRAFTER_MEMORY = 200  # the same of the prior over all sequences; flat (log/088)
 # Share of the way back to NEXT after a draft that was accepted as far as it went. Without it drafts bring less; more of
 # it brings nothing on the half of the prompts that decided (log/088).
@@ -44,10 +45,13 @@ MARGIN = 0.05
 # Tokens that count as written when a request's slowdown is computed: two steps are no tail. Flat (log/088).
 GRACE = 8
 PROBE_INTERVAL = 24  # plain steps without a draft before one is tried again; flat (log/088)
-PROBE_SHARE = 0.005  # of the time, at most, for probes: half of the hundredth that "never slower" leaves
+# Part of the time that probes take at most: half of the hundredth that "never slower" leaves. On a CPU plans and scores
+# of lookup are made as often as takes that much (log/118).
+PROBE_SHARE = 0.005
 BASELINE_INTERVAL = 100  # drafting steps between two plain ones that are measured; flat (log/088)
 # Steps that a plan without drafts is kept at most, and half of it a plan with drafts where planning would hold up the
-# device. There, and beside no device, one without is kept four times as long. Four bring less, 16 the same (log/088).
+# device. Four bring a little less, 16 the same (log/088). A plan without drafts is kept four times as long there, and
+# on a CPU, where a copy drops it (log/118).
 HOLD = 8
 
 # ------------------------------------------------------------------------------------------ costs.py

@@ -260,7 +260,6 @@ class Planner:
         batch = sum(one.emits for one in work)
         costs, each = self.costs.eager, [one.known + f[0].nodes for one, f in zip(work, found, strict=True)]
         delayed = len(work) - batch + options.waiting
-        # An accepted token saves a part of a later step, in which other prompts may be read.
         plain = costs.plain(batch) * (1 + costs.prompts if sum(each) > batch else 1.0)
         group = self._group(work, found, places, delayed, plain, each)
         serving = {*options.model_free, *(names[0] for names in group.allowed if len(names) == 1)}

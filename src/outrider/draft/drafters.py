@@ -183,7 +183,7 @@ class Scores:
     def __init__(self, drafters: Drafters) -> None:
         self.drafters = drafters
         self.due: dict[Sequence, dict[str, int]] = {}  # by drafter: tokens before its next proposal
-        self.wrong: Counter[Sequence] = Counter()  # proposals in a row
+        self.wrong: dict[Sequence, Counter[str]] = {}  # by drafter: proposals in a row
 
     def score(self, name: str, sequence: Sequence, patience: int = 0) -> Outcome | None:
         """The outcome of the drafter's next proposal; None while it is open. After a pause, that is a proposal whose
@@ -199,8 +199,9 @@ class Scores:
         if right < len(proposed) and at + right == known:
             due[name] = at
             return None
-        wrong = self.wrong[sequence] = 0 if right else self.wrong[sequence] + 1
-        due[name] = at + right + 1 + min(wrong, patience)
+        wrong = self.wrong.setdefault(sequence, Counter())
+        wrong[name] = 0 if right else wrong[name] + 1
+        due[name] = at + right + 1 + min(wrong[name], patience)
         return Outcome(sequence, DraftPlan(name), len(proposed), len(proposed), right, right)
 
     def stop(self, sequence: Sequence) -> None:

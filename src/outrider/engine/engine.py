@@ -72,6 +72,7 @@ class Engine:
         self.cache, self.table, self.context = cache, cache.table, cache.context
         self.drafters, self.planner, self.runner = drafters, planner, runner
         self.scores, self.turn, self.score_s = Scores(drafters), 0, 0.0
+        self.patience = 0  # tokens that scores pass over at most, where no device hides their time
         self.scheduler = Scheduler(cache.table, settings.step_rows)
         self.writers: dict[Sequence, Writer] = {}
         self.live: dict[str, list[Sequence]] = {}
@@ -267,8 +268,7 @@ class Engine:
         if captured is not None and (step.packed.work or step.record.waited_s < self.score_s):
             return []
         begun, found = time.perf_counter(), list[Outcome | None]()
-        # Beside no device, scores take time from every step: they get as much of it as probes.
-        patience = int(self.score_s / (PROBE_SHARE * step.record.total_s)) if captured is None else 0
+        patience = self.patience if captured is None else 0
         turns, self.turn = max(-(-len(alive) // MAX_SCORED), 1), self.turn + 1
         for name in self.drafters.model_free:
             for i in alive[self.turn % turns :: turns]:
@@ -280,8 +280,11 @@ class Engine:
                 if verdict is not None and mine and not (asked.off or ran or sequence.finish_reason):
                     found.append(self.scores.score(name, sequence, patience))
         scored, seconds = [one for one in found if one is not None], time.perf_counter() - begun
-        if captured is not None or scored:
-            self.score_s = seconds if captured is not None else seconds * len(alive) / len(scored)
+        if captured is not None:
+            self.score_s = seconds
+        elif scored:
+            each = seconds / len(scored)
+            self.patience = int(each * len(alive) / (PROBE_SHARE * step.record.total_s))
         return scored
 
     def _commit(self, step: InFlightStep, i: int, draft: Draft, verdict: Verdict | None) -> Event | None:
