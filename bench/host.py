@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ def build(
     assert checkpoint.config is not None
     # With one layer's keys: room for all, in little memory.
     made: Any = target(checkpoint.config.reshaped(layers=1))
-    settings = Settings(context=1024, max_sequences=given.sequences, step_rows=2048, cache_bytes=1 << 30)
+    settings = Settings(context=2048, max_sequences=given.sequences, step_rows=2048, cache_bytes=1 << 30)
     cache, drafters = make_kv_cache(made, settings), Drafters(drafting, made.config.vocab)
     default = next(iter(drafting), "none")
     ops = StepOps(SequenceState(*cache.table.tensor.shape, made.device), made)
@@ -217,11 +218,19 @@ def beside_a_device(given: argparse.Namespace) -> None:
     )
 
 
-def time_steps(runner: GraphRunner, clock: Reckoned, took: Callable[[Any], float]) -> None:
-    """Have each step take so long on the device."""
+def time_steps(
+    runner: GraphRunner,
+    clock: Reckoned,
+    took: Callable[[Any], float],
+    reads: Callable[[int], float] = lambda _: 0.0,
+) -> None:
+    """Have each step take so long on the device, and a drafter's prefill as long as it `reads` so many tokens."""
     send = runner._send
 
     def sent(step: Any, *rest: Any) -> Any:
+        if step.prefill is not None:
+            drafter, tokens, _ = step.prefill
+            step.prefill = drafter, tokens, SimpleNamespace(seconds=lambda: reads(tokens))
         launched = send(step, *rest)
         launched.timer = Running(clock, took(step))
         read = step.record.experts * step.record.passes * runner.mixtures  # as its passes count them

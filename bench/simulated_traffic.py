@@ -131,10 +131,9 @@ def make_engine(method: str, given: argparse.Namespace, clock: host.Reckoned) ->
             pass_ms(tree, size, next(iter(step.shape.drafters), ""), step.record.experts) * step.record.passes
         )
         ms += PROMPT_TOKEN * known + (PROMPT if size else ALONE) * bool(known)
-        ms += HEAD_PREFILL + HEAD_TOKEN * step.prefill[1] if step.prefill is not None else 0.0
-        return float(ms / 1e3)
+        return float(ms / 1e3) + (step.prefill[2].seconds() if step.prefill is not None else 0.0)
 
-    host.time_steps(engine.runner, clock, took)
+    host.time_steps(engine.runner, clock, took, lambda tokens: (HEAD_PREFILL + HEAD_TOKEN * tokens) / 1e3)
     return engine, head
 
 

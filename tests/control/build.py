@@ -82,7 +82,7 @@ def achieves(
     rate = planner.rates.of(one, drafter)
     rate.first, rate.next = first, first if following is None else following
     rate.whole, rate.weight, rate.whole_weight = first, 12.0, 12.0
-    rate.earned, rate.proven, rate.other = 60, True, None
+    rate.earned, rate.proven, rate.after = 60, True, None
 
 
 def kinds(plan: Plan) -> list[str]:

@@ -102,9 +102,36 @@ def test_a_model_free_drafter_is_expected_by_its_last_draft() -> None:
         after = rates.of(copying, "lookup").first
         if i > 80 and i % 8 in (0, 6):
             assert after > 0.7 if i // 8 % 2 == 0 else after < 0.3
-    assert rates.of(other, "lm").other is None and 0.3 < rates.of(copying, "lookup").whole < 0.7
+    assert rates.of(other, "lm").after is None and 0.3 < rates.of(copying, "lookup").whole < 0.7
     new = rates.of(decoding(), "lookup")  # starts from what others taught
-    assert new.first > 0.7 and new.other is not None and new.other[0] < 0.3
+    assert new.after is not None and new.after[True][0] > 0.7 and new.after[False][0] < 0.3
+
+
+def test_the_first_draft_of_a_sequence_is_expected_by_the_first_drafts_of_others() -> None:
+    """A text copies once it has begun to, and none begins with it."""
+    rates = AcceptanceRates()
+    rates.model_free = ("lookup",)
+    for _ in range(40):
+        one = decoding()
+        for i in range(20):
+            rates.observe(one, "lookup", 1, int(i > 3))
+        rates.forget(one)
+    new = rates.of(decoding(), "lookup")
+    assert new.after is not None
+    assert new.first < 0.1 and new.after[True][0] > 0.9 and new.after[False][0] < 0.4
+    new.observe(1, 1, SEQUENCE_MEMORY)
+    assert new.first > 0.9
+
+
+def test_the_draft_after_the_next_is_expected_by_what_the_next_may_be() -> None:
+    new = AcceptanceRate(0.5, 0.5, after={True: (0.9, 2.0), False: (0.2, 2.0)})
+    assert new.after_next == pytest.approx(0.5 * 0.9 + 0.5 * 0.2)
+    new.observe(1, 1, SEQUENCE_MEMORY)
+    assert new.first == 0.9 and new.after_next == pytest.approx(0.9 * 0.9 + 0.1 * 0.2)
+    new.observe(1, 0, SEQUENCE_MEMORY)
+    first = 0.9 * 2 / 3  # after a right one, as it is known now
+    assert new.first == 0.2 and new.after_next == pytest.approx(0.2 * first + 0.8 * 0.2)
+    assert AcceptanceRate(0.4, 0.5).after_next == 0.4
 
 
 def test_caution_is_the_spread_of_sequences_and_of_what_is_known_of_them() -> None:

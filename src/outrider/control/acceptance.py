@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +48,8 @@ class AcceptanceRate:
     drafts: int = 0  # that were observed
     hits: int = 0  # those whose first token was accepted
     # Copied text stays copied and new text stays new. Where this is set, `first` and `weight` hold after a draft like
-    # the last one (right or not), and these after the opposite.
-    other: tuple[float, float] | None = None
+    # the last one, or before any draft, and these after a draft that was right or not.
+    after: dict[bool, tuple[float, float]] | None = None
     # `first` and `weight` after any draft: what the whole answer is like.
     whole: float = field(init=False)
     whole_weight: float = field(init=False)
@@ -68,7 +67,7 @@ class AcceptanceRate:
         self.earned = self.earned + accepted if right else self.earned // 2
         before = max(self.first, LEAST)
         self.first += (right - self.first) / (self.weight + 1)
-        if self.other is None:
+        if self.after is None:
             # Until `next` is observed by itself, it moves with `first`.
             alike = (self.first / before) ** (1 / (1 + self.followed))
             self.next = min(self.next * alike, max(self.next, NEXT))
@@ -78,9 +77,21 @@ class AcceptanceRate:
         if accepted == drafted:  # a deeper draft might have been accepted as well
             self.next += RECOVERY * max(0.0, NEXT - self.next)
         self.weight = min(self.weight + 1, memory)
-        if self.other is not None and self.right != right:
-            (self.first, self.weight), self.other = self.other, (self.first, self.weight)
+        if self.after is not None:
+            if self.drafts > 1:
+                self.after[self.right] = self.first, self.weight
+            self.first, self.weight = self.after[right]
         self.right = right
+
+    @property
+    def after_next(self) -> float:
+        """`first` of the draft after the next one."""
+        if self.after is None:
+            return self.first
+        right, wrong = (self.after[one][0] for one in (True, False))
+        if self.drafts:  # of the state that it is in, `after` is out of date
+            right, wrong = (self.first, wrong) if self.right else (right, self.first)
+        return self.first * right + (1 - self.first) * wrong
 
     def accepted(self, shape: TreeShape) -> float:
         """Expected accepted tokens of a draft of this shape."""
@@ -138,8 +149,8 @@ class Spread:
 class AcceptanceRates:
     def __init__(self) -> None:
         self.by_sequence: dict[Sequence, dict[str, AcceptanceRate]] = {}
-        self.priors: dict[Band, AcceptanceRate] = {}
-        self.wrong: dict[Band, AcceptanceRate] = {}  # of model-free drafters, after a rejected draft
+        # Of model-free drafters also by whether the draft before was right; None: a sequence's first draft.
+        self.priors: dict[tuple[Band, bool | None], AcceptanceRate] = {}
         self.spreads: dict[Band, Spread] = {}  # of the other drafters
         self.model_free: tuple[str, ...] = ()  # drafters that every step scores, whether they draft or not
         self.tried: set[str] = set()  # drafters that were observed
@@ -148,10 +159,10 @@ class AcceptanceRates:
         own = self.by_sequence.setdefault(sequence, {})
         if drafter not in own:
             band = _band(drafter, sequence.request.params.temperature)
-            prior = self._prior(self.priors, band)
+            prior = self._prior(band)
             if drafter in self.model_free:
-                other = self._prior(self.wrong, band).first, PRIOR_WEIGHT
-                own[drafter] = AcceptanceRate(prior.first, prior.next, other=other)
+                after = {right: (self._prior(band, right).first, PRIOR_WEIGHT) for right in (False, True)}
+                own[drafter] = AcceptanceRate(prior.first, prior.next, after=after)
             else:
                 weight = self._spread(band).prior_weight(prior.first)
                 own[drafter] = AcceptanceRate(prior.first, prior.next, weight)
@@ -159,35 +170,33 @@ class AcceptanceRates:
 
     def _spread(self, band: Band) -> Spread:
         if band not in self.spreads:
-            first = self._prior(self.priors, band).first
+            first = self._prior(band).first
             self.spreads[band] = Spread(first * (1 - first) / (PRIOR_WEIGHT + 1))
         return self.spreads[band]
 
-    def _prior(self, priors: dict[Band, AcceptanceRate], band: Band) -> AcceptanceRate:
-        if band not in priors:
-            priors[band] = AcceptanceRate(FIRST / (1 + COOLING * band[1] / 2), NEXT)
-        return priors[band]
+    def _prior(self, band: Band, right: bool | None = None) -> AcceptanceRate:
+        if (band, right) not in self.priors:
+            self.priors[band, right] = AcceptanceRate(FIRST / (1 + COOLING * band[1] / 2), NEXT)
+        return self.priors[band, right]
 
     def expect(self, drafter: str, temperature: float, first: float, following: float) -> None:
         """Rates that a drafter was scored with at this temperature."""
-        self.priors[_band(drafter, temperature)] = AcceptanceRate(first, following, SEQUENCE_MEMORY)
+        self.priors[_band(drafter, temperature), None] = AcceptanceRate(first, following, SEQUENCE_MEMORY)
 
     def observe(self, sequence: Sequence, drafter: str, drafted: int, accepted: int) -> None:
         self.tried.add(drafter)
         own = self.by_sequence.get(sequence, {}).get(drafter)
-        right = drafter not in self.model_free or own is None or own.right
+        before = own.right if own is not None and own.after is not None and own.drafts else None
         band = _band(drafter, sequence.request.params.temperature)
-        self._prior(self.priors if right else self.wrong, band).observe(drafted, accepted, DRAFTER_MEMORY)
+        self._prior(band, before).observe(drafted, accepted, DRAFTER_MEMORY)
         if not sequence.finish_reason:  # else already forgotten
             self.of(sequence, drafter).observe(drafted, accepted, SEQUENCE_MEMORY)
 
     def forget_drafters(self, drafters: Iterable[str]) -> None:
         gone = set(drafters)
         self.tried -= gone
-        tables: tuple[dict[Band, Any], ...] = (self.priors, self.wrong, self.spreads)
-        for table in tables:
-            for band in [band for band in table if band[0] in gone]:
-                del table[band]
+        self.priors = {key: prior for key, prior in self.priors.items() if key[0][0] not in gone}
+        self.spreads = {band: spread for band, spread in self.spreads.items() if band[0] not in gone}
         for rates in self.by_sequence.values():
             for name in gone & rates.keys():
                 del rates[name]
@@ -207,9 +216,9 @@ class AcceptanceRates:
 
     def forget(self, sequence: Sequence) -> None:
         for drafter, rate in self.by_sequence.pop(sequence, {}).items():
-            if rate.other is None:
+            if rate.after is None:
                 band = _band(drafter, sequence.request.params.temperature)
-                expected = self._prior(self.priors, band).first
+                expected = self._prior(band).first
                 self._spread(band).observe(rate.drafts, rate.hits, expected)
 
 
