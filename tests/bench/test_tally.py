@@ -76,6 +76,8 @@ def test_what_a_way_comes_to() -> None:
         None,
         1.1,
     )
+    # 1 s of prompt each, then 1 s for ten tokens, a half and a third.
+    assert found["total_ratio"] == pytest.approx((2.0 / 1.5 * 2.0 / (4 / 3)) ** 0.5)
     assert found["gauge"] == pytest.approx(1.5) and plain.figures(plain)["gauge"] is None
     assert found["reasons"] == {"pays": 4, "probe": 4}
     assert found["tpot_ms"]["max"] == pytest.approx(50.0)

@@ -98,17 +98,19 @@ def table(report: Found) -> Iterator[str]:
 
 
 def latencies(report: Found) -> Iterator[str]:
-    wide = _width(["task", *(label for label, *_ in methods_in(report))], WIDE)
+    wide = _width(["task", *(label for label, *_ in methods_in(report))], WIDE - 3)  # `total` needs the room
     method_wide = _width(["answered by", *(name for _, _, name, _ in methods_in(report))], METHOD)
     yield f"{'ms':{wide}} {'':5} {'':{method_wide}} {'first token':>13} {'between two':>20}"
-    heads = "".join(f" {head:>6}" for head in ("p50", "p99", "p50", "p90", "p99", "draft"))
+    heads = "".join(f" {head:>6}" for head in ("p50", "p99", "p50", "p90", "p99", "draft", "total"))
     yield f"{'task':{wide}} {'batch':>5} {'answered by':{method_wide}}{heads}"
     for label, size, name, method in methods_in(report):
         first, gap = method["ttft_ms"] or {}, method["itl_ms"] or {}
         values = [first.get("p50"), first.get("p99"), gap.get("p50"), gap.get("p90"), gap.get("p99")]
         cells = "".join(f" {_number(value):>6}" for value in (*values, method["stages_ms"]["draft"]))
+        cells += f" {method['total_ratio']:5.2f}x" if name != "plain" else ""
         yield f"{cut(label, wide):{wide}} {size:>5} {cut(name, method_wide):{method_wide}}{cells}"
-    yield "draft: time of drafting, of a step"
+    yield "draft: time of drafting, of a step; total: speed-up until all answers"
+    yield "of a batch have ended, prompts included"
 
 
 def verdicts(report: Found, details: bool = True) -> Iterator[str]:

@@ -36,6 +36,9 @@ class Tally:
     """Of one method. A group is a batch of prompts; it is answered again in every round."""
 
     rates: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by group, a round each
+    totals: dict[int, list[float]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # seconds until all ended
     tokens: int = 0
     steps: int = 0
     drafted: int = 0
@@ -58,6 +61,7 @@ class Tally:
 
     def add(self, group: int, done: Answers, plain: Run) -> None:
         self.rates[group].append(done.rate)
+        self.totals[group].append(done.run.total_s)
         self.tokens += done.tokens
         self.steps += done.steps
         self.drafted += done.drafted
@@ -103,6 +107,13 @@ class Tally:
             for group, own in self.rates.items()
         }
 
+    def total_ratios(self, plain: Tally) -> dict[int, list[float]]:
+        """Of the time until all answers have ended, prompts included."""
+        return {
+            group: [b / a for a, b in zip(own, plain.totals[group], strict=True)]
+            for group, own in self.totals.items()
+        }
+
     def within(self, plain: Tally) -> float | None:
         return within(self.ratios(plain))
 
@@ -120,6 +131,7 @@ class Tally:
             "tok_s": statistics.median(rate for own in self.rates.values() for rate in own),
             "ratio": speedup(ratios),
             "ratio_within": within(ratios) if self is not plain else 0.0,
+            "total_ratio": speedup(self.total_ratios(plain)),
             "full_batch_ratio": self.full_rate / plain.full_rate if plain.full_rate else None,
             "gauge": self.gauged[0] / self.gauged[1] if self.gauged[1] else None,
             "worst": min(map(statistics.median, ratios.values())),
