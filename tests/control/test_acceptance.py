@@ -113,9 +113,12 @@ def test_the_first_draft_of_a_sequence_is_expected_by_the_first_drafts_of_others
     rates.model_free = ("lookup",)
     for _ in range(40):
         one = decoding()
+        assert rates.of(one, "lookup").first <= FIRST
         for i in range(20):
             rates.observe(one, "lookup", 1, int(i > 3))
         rates.forget(one)
+        one.finish_reason = "stop"
+        rates.observe(one, "lookup", 1, 1)  # no first draft
     new = rates.of(decoding(), "lookup")
     assert new.after is not None
     assert new.first < 0.1 and new.after[True][0] > 0.9 and new.after[False][0] < 0.4

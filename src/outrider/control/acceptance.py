@@ -188,7 +188,10 @@ class AcceptanceRates:
         own = self.by_sequence.get(sequence, {}).get(drafter)
         before = own.right if own is not None and own.after is not None and own.drafts else None
         band = _band(drafter, sequence.request.params.temperature)
-        self._prior(band, before).observe(drafted, accepted, DRAFTER_MEMORY)
+        if not (
+            sequence.finish_reason and drafter in self.model_free
+        ):  # of an ended one `before` is forgotten
+            self._prior(band, before).observe(drafted, accepted, DRAFTER_MEMORY)
         if not sequence.finish_reason:  # else already forgotten
             self.of(sequence, drafter).observe(drafted, accepted, SEQUENCE_MEMORY)
 
