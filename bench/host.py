@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -218,19 +217,11 @@ def beside_a_device(given: argparse.Namespace) -> None:
     )
 
 
-def time_steps(
-    runner: GraphRunner,
-    clock: Reckoned,
-    took: Callable[[Any], float],
-    reads: Callable[[int], float] = lambda _: 0.0,
-) -> None:
-    """Have each step take so long on the device, and a drafter's prefill as long as it `reads` so many tokens."""
+def time_steps(runner: GraphRunner, clock: Reckoned, took: Callable[[Any], float]) -> None:
+    """Have each step take so long on the device."""
     send = runner._send
 
     def sent(step: Any, *rest: Any) -> Any:
-        if step.prefill is not None:
-            drafter, tokens, _ = step.prefill
-            step.prefill = drafter, tokens, SimpleNamespace(seconds=lambda: reads(tokens))
         launched = send(step, *rest)
         launched.timer = Running(clock, took(step))
         read = step.record.experts * step.record.passes * runner.mixtures  # as its passes count them

@@ -254,6 +254,20 @@ def test_requests_that_are_slowed_down_beyond_their_bound_are_not_slowed_further
     assert kinds(planned(planner, kind, gains, waits))[0] == "pays"
 
 
+def test_a_request_beyond_its_bound_drafts_as_far_as_its_own_tokens_pay() -> None:
+    """A level of a chain takes 0.095 of a plain step, and 0.1 tokens are expected of the first."""
+    planner, gains, waits = planner_of(row=0.05), decoding(), decoding()
+    achieves(planner, gains, "lm", 0.97)
+    achieves(planner, waits, "lm", 0.1)
+    assert depths(planned(planner, "persistent", gains, waits))[0] > 2
+    for late in (False, True):
+        if late:
+            planner.fairness.lag[waits] = 100.0
+            planner.fairness.late.add(waits)
+        plan = planned(planner, "persistent", gains, waits)
+        assert (plan.tree.depth == 1) == late and (kinds(plan)[0] == "slowdown") == late
+
+
 @BOTH
 def test_the_latency_objective_counts_each_sequence(kind) -> None:
     found = {}
@@ -376,6 +390,9 @@ def steps(
             for s, p in zip(some, plan.draft_plans, strict=True)
         ]
         tree = plan.tree if kind == "persistent" else None
+        for one in each:
+            one.sequence.tokens += [1] * (1 + one.accepted)
+            one.sequence.cached = len(one.sequence.tokens) - 1
         planner.observe(
             record(
                 *each,
@@ -390,7 +407,10 @@ def steps(
 
 @BOTH
 def test_probes_take_a_small_share_of_the_time_and_find_what_changed(kind) -> None:
-    planner, some = planner_of(row=0.05, level=0.2), [decoding(), decoding()]
+    planner, some = (
+        planner_of(row=0.05, level=0.2),
+        [decoding(max_tokens=20_000), decoding(max_tokens=20_000)],
+    )
     for one in some:
         achieves(planner, one, "lm", 0.0)
     taken = list(steps(planner, kind, some, lambda: False, 2500, 0.05, 0.2))
