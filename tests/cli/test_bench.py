@@ -157,7 +157,8 @@ def test_what_is_printed_begins_with_the_headline(outrider: Outrider, tiny_folde
 def test_wide_figures_and_names_do_not_wrap() -> None:
     spread = {"p50": 12345.6, "p90": 99999.9, "p99": 99999.9}
     method = {"tok_s": 12345.6, "ratio": 99.5, "ratio_within": 0.999, "worst": 98.25, "held": 1.0,
-           "tokens_per_step": 16.5, "ttft_ms": spread, "itl_ms": spread, "stages_ms": {"draft": 123.4}, "total_ratio": 10.5}  # fmt: skip
+           "tokens_per_step": 16.5, "ttft_ms": spread, "itl_ms": spread, "stages_ms": {"draft": 123.4},
+           "total_ratio": 10.5}  # fmt: skip
     methods = dict.fromkeys(
         ("plain", "a_drafter_of_one_s_own:auto"), method | {"differing": 0, "compared": 10**9}
     )
