@@ -126,17 +126,6 @@ def test_the_first_draft_of_a_sequence_is_expected_by_the_first_drafts_of_others
     assert new.first > 0.9
 
 
-def test_the_draft_after_the_next_is_expected_by_what_the_next_may_be() -> None:
-    new = AcceptanceRate(0.5, 0.5, after={True: (0.9, 2.0), False: (0.2, 2.0)})
-    assert new.after_next == pytest.approx(0.5 * 0.9 + 0.5 * 0.2)
-    new.observe(1, 1, SEQUENCE_MEMORY)
-    assert new.first == 0.9 and new.after_next == pytest.approx(0.9 * 0.9 + 0.1 * 0.2)
-    new.observe(1, 0, SEQUENCE_MEMORY)
-    first = 0.9 * 2 / 3  # after a right one, as it is known now
-    assert new.first == 0.2 and new.after_next == pytest.approx(0.2 * first + 0.8 * 0.2)
-    assert AcceptanceRate(0.4, 0.5).after_next == 0.4
-
-
 def test_caution_is_the_spread_of_sequences_and_of_what_is_known_of_them() -> None:
     def of(accepted, first=(0.5, 0.5), weight=1e9, counted=(1, 1), whole=None):
         numbers = np.array(accepted), np.array(first), np.array(first if whole is None else whole)

@@ -60,18 +60,6 @@ def shared(group: Group, rates: AcceptanceRates, trees=CHAINS, lead: str = "lm",
     return shared_trees(lead, trees, group, rates, estimates, captured_costs(len(group.sequences)), options)
 
 
-def test_a_sequence_with_a_step_in_flight_is_expected_by_the_draft_after_the_next() -> None:
-    group = group_of(("lookup",), ("lookup",))
-    rates = AcceptanceRates()
-    for one in group.sequences:
-        after = {True: (0.9, 2.0), False: (0.1, 2.0)}
-        rates.of(one, "lookup")
-        rates.by_sequence[one]["lookup"] = AcceptanceRate(0.9, 0.5, drafts=9, proven=True, after=after)
-    group.sequences[0].coming = 1
-    estimates = Estimates(rates, group, ("lookup",))
-    assert estimates.first.tolist() == [[pytest.approx(0.9 * 0.9 + 0.1 * 0.1)], [0.9]]
-
-
 def own(
     group: Group, rates: AcceptanceRates, others: tuple[str, ...] = (), max_depth: int = 15, **more
 ) -> Candidates:

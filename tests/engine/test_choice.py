@@ -39,7 +39,7 @@ def test_lookup_is_expected_by_its_last_draft_from_the_first_score_on(lag) -> No
     [sequence] = engine.add(request("a", prompt, max_tokens=PHASE))
     while len(sequence.output) < 2:
         engine.step()
-    assert engine.planner.rates.of(sequence, "lookup").other is not None
+    assert engine.planner.rates.of(sequence, "lookup").after is not None
 
 
 @LAGS

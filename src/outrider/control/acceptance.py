@@ -83,16 +83,6 @@ class AcceptanceRate:
             self.first, self.weight = self.after[right]
         self.right = right
 
-    @property
-    def after_next(self) -> float:
-        """`first` of the draft after the next one."""
-        if self.after is None:
-            return self.first
-        right, wrong = (self.after[one][0] for one in (True, False))
-        if self.drafts:  # of the state that it is in, `after` is out of date
-            right, wrong = (self.first, wrong) if self.right else (right, self.first)
-        return self.first * right + (1 - self.first) * wrong
-
     def accepted(self, shape: TreeShape) -> float:
         """Expected accepted tokens of a draft of this shape."""
         if shape.depth == shape.nodes:

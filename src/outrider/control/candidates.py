@@ -102,13 +102,10 @@ class Estimates:
             [rates.of(sequence, name) if name in allowed else NOT_ALLOWED for name in names]
             for sequence, allowed in zip(group.sequences, group.allowed, strict=True)
         ]
-        # A step in flight may draft before.
-        first = [
-            [rate.after_next if sequence.coming else rate.first for rate in own]
-            for sequence, own in zip(group.sequences, self.rates, strict=True)
-        ]
-        table = np.array([[(r.next, r.whole, r.whole_weight, r.idle) for r in own] for own in self.rates])
-        self.first, (self.next, self.whole, self.weight, idle) = np.array(first), np.moveaxis(table, 2, 0)
+        table = np.array(
+            [[(r.first, r.next, r.whole, r.whole_weight, r.idle) for r in own] for own in self.rates]
+        )
+        self.first, self.next, self.whole, self.weight, idle = np.moveaxis(table, 2, 0)
         self.allowed = np.array([[rate is not NOT_ALLOWED for rate in own] for own in self.rates])
         # A sequence keeps its drafter unless another one is clearly better.
         self.preference = np.where(idle == 0, 1 + MARGIN, 1.0)
