@@ -3,11 +3,11 @@
     python -m bench.serve_load smollm2-135m --minutes 5 [--prompts FILE.jsonl] [--json OUT.json] [-- SERVER FLAGS]
 
 Every request is seeded and answered once alone before the load. Under load an answer must equal that answer, and an
-answer that its client broke off must be its beginning. Some answers follow a grammar that no earlier request had.
-Checked at the end: no answer is lost or mixed up, no queue entry is left, every slot of the cache is free (a request
-that needs them all is answered), the queue kept its limit, and memory, descriptors and threads of the server's
-processes are flat after a warm-up of a fifth of the time. Then SIGTERM under load: every stream finishes or ends with
-an error event, the server exits in time and leaves no process behind. Exits with 1 if a check fails.
+answer that its client broke off must be its beginning. Some answers follow a grammar, some one that no request had
+before. The cache is small, so that sequences are preempted. Checked at the end: no answer is lost or mixed up, no queue
+entry is left, every slot of the cache is free (a request that needs them all is answered), the queue kept its limit,
+and memory, descriptors and threads of the server's processes are flat after a warm-up of a fifth of the time. Then
+SIGTERM under load: every stream finishes or ends with an error event, the server exits in time and leaves no process.
 """
 
 from __future__ import annotations

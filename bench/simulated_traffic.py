@@ -107,8 +107,8 @@ def make_engine(method: str, given: argparse.Namespace, clock: host.Reckoned) ->
 
     def seconds(tree: TreeShape, size: int, lead: str = "", prompt_rows: int = 0) -> float:
         read = mixture.distinct(size * (tree.nodes + 1)) if given.experts else 0.0
-        prompts = PROMPT_TOKEN * prompt_rows + PROMPT * bool(prompt_rows)
-        return (pass_ms(tree, size, lead, read) + prompts) / 1e3
+        added = PROMPT_TOKEN * prompt_rows + PROMPT * bool(prompt_rows)
+        return (pass_ms(tree, size, lead, read) + added) / 1e3
 
     head.engine = engine = engine_of(drafting, given, seconds)
     slowdown, wait = PREFILL_SLOWDOWN["cuda"], PREFILL_WAIT["cuda"]
@@ -126,14 +126,14 @@ def make_engine(method: str, given: argparse.Namespace, clock: host.Reckoned) ->
         size, tree = (step.shape.size, step.shape.tree) if step.resident else (0, NO_TREE)
         known, here = sum(one.known for one in step.packed.work), len(step.resident)
         if given.experts and here:
-            read_of = mixture.expected(here * (tree.nodes + 1), here)
-            step.record.experts = min(read_of * dice.gauss(1, NOISE), mixture.total)
+            read = mixture.expected(here * (tree.nodes + 1), here) * dice.gauss(1, NOISE)
+            step.record.experts = min(read, mixture.total)
         lead = next(iter(step.shape.drafters), "")
         ms = pass_ms(tree, size, lead, step.record.experts) * step.record.passes
         ms += PROMPT_TOKEN * known + (PROMPT if size else ALONE) * bool(known)
         if step.prefill is not None:
-            ms += (read := HEAD_PREFILL + HEAD_TOKEN * step.prefill[1])
-            step.prefill = *step.prefill[:2], SimpleNamespace(seconds=lambda: read / 1e3)
+            ms += (prefill := HEAD_PREFILL + HEAD_TOKEN * step.prefill[1])
+            step.prefill = *step.prefill[:2], SimpleNamespace(seconds=lambda: prefill / 1e3)
         return float(ms / 1e3)
 
     host.time_steps(engine.runner, clock, took)

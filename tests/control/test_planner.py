@@ -407,10 +407,7 @@ def steps(
 
 @BOTH
 def test_probes_take_a_small_share_of_the_time_and_find_what_changed(kind) -> None:
-    planner, some = (
-        planner_of(row=0.05, level=0.2),
-        [decoding(max_tokens=20_000), decoding(max_tokens=20_000)],
-    )
+    planner, some = planner_of(row=0.05, level=0.2), [decoding(max_tokens=20_000) for _ in range(2)]
     for one in some:
         achieves(planner, one, "lm", 0.0)
     taken = list(steps(planner, kind, some, lambda: False, 2500, 0.05, 0.2))

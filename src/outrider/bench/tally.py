@@ -36,9 +36,7 @@ class Tally:
     """Of one method. A group is a batch of prompts; it is answered again in every round."""
 
     rates: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # by group, a round each
-    totals: dict[int, list[float]] = field(
-        default_factory=lambda: defaultdict(list)
-    )  # seconds until all ended
+    totals: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))  # seconds, likewise
     tokens: int = 0
     steps: int = 0
     drafted: int = 0
@@ -102,17 +100,11 @@ class Tally:
 
     def ratios(self, plain: Tally) -> dict[int, list[float]]:
         """To plain decoding, by group, a round each."""
-        return {
-            group: [a / b for a, b in zip(own, plain.rates[group], strict=True)]
-            for group, own in self.rates.items()
-        }
+        return _divided(self.rates, plain.rates)
 
     def total_ratios(self, plain: Tally) -> dict[int, list[float]]:
         """Of the time until all answers have ended, prompts included."""
-        return {
-            group: [b / a for a, b in zip(own, plain.totals[group], strict=True)]
-            for group, own in self.totals.items()
-        }
+        return _divided(plain.totals, self.totals)
 
     def within(self, plain: Tally) -> float | None:
         return within(self.ratios(plain))
@@ -149,6 +141,10 @@ class Tally:
             "longest_step_ms": 1e3 * self.longest,
             "making_graphs_s": self.making,
         }
+
+
+def _divided(these: dict[int, list[float]], those: dict[int, list[float]]) -> dict[int, list[float]]:
+    return {n: [a / b for a, b in zip(these[n], those[n], strict=True)] for n in these}
 
 
 def _milliseconds(rounds: Rounds) -> dict[str, Any] | None:

@@ -47,8 +47,8 @@ class AcceptanceRate:
     followed: int = 0  # tokens after an accepted one that were observed
     drafts: int = 0  # that were observed
     hits: int = 0  # those whose first token was accepted
-    # Copied text stays copied and new text stays new. Where this is set, `first` and `weight` hold after a draft like
-    # the last one, or before any draft, and these after a draft that was right or not.
+    # Copied text stays copied and new text stays new. Where this is set, `first` and `weight` are those of the next
+    # draft, and these those after a draft that was right or wrong, as last known.
     after: dict[bool, tuple[float, float]] | None = None
     # `first` and `weight` after any draft: what the whole answer is like.
     whole: float = field(init=False)
@@ -178,11 +178,10 @@ class AcceptanceRates:
         own = self.by_sequence.get(sequence, {}).get(drafter)
         before = own.right if own is not None and own.after is not None and own.drafts else None
         band = _band(drafter, sequence.request.params.temperature)
-        if not (
-            sequence.finish_reason and drafter in self.model_free
-        ):  # of an ended one `before` is forgotten
+        ended = sequence.finish_reason is not None  # its own estimates are forgotten, `before` with them
+        if not (ended and drafter in self.model_free):
             self._prior(band, before).observe(drafted, accepted, DRAFTER_MEMORY)
-        if not sequence.finish_reason:  # else already forgotten
+        if not ended:
             self.of(sequence, drafter).observe(drafted, accepted, SEQUENCE_MEMORY)
 
     def forget_drafters(self, drafters: Iterable[str]) -> None:

@@ -344,7 +344,7 @@ class Planner:
         if not (group.settled_late or group.late.any()):
             return values, ratios, np.zeros(1)
         least = 0.0 if group.settled_late else one.gains[:, group.late].min(1)
-        # A late one had less than was expected of it, so what is expected gives it no further allowance.
+        # Drafts brought a late sequence fewer tokens than expected, so its expected tokens do not extend the bound.
         late = ratios > np.maximum(1 + least, self.guards.max_slowdown)
         return np.where(late, 0.0, values), ratios, np.where(late, values, 0.0)
 
