@@ -2,10 +2,12 @@
 
     python -m tests.model.gpu.compile_kernels few
     python -m tests.model.gpu.compile_kernels every
+    python -m tests.model.gpu.compile_kernels orders
 
 A process of its own: Triton decides when it is imported whether kernels are interpreted or compiled. Tensors lie on
 the CPU and nothing is run, so only what the compiler refuses is found; what kernels compute, the interpreter tells.
 With `few`, a kernel's second size and those after it are only read by the compiler, which takes a tenth of the time.
+With `orders` only attention is compiled, to see in which order products of a row's numbers are added.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found"
@@ -89,6 +91,12 @@ def main() -> None:
     launch.chained = lambda: {"CHAIN": True, "launch_pdl": True}
     for module in _modules():
         module.chained = launch.chained
+    if sys.argv[1:] == ["orders"]:
+        _launch_tiles()
+        for kernel in kernels:
+            orders = sorted(set(re.findall(r"kWidth = \d+", kernel.asm["ttgir"])))
+            print(kernel.name, kernel.metadata.num_stages, *orders, sep=", ")
+        return
     _launch_all(every)
     _launch_kinds(every)
     _launch_experts(every)
@@ -229,6 +237,22 @@ def _launch_tall() -> None:
     for window, kept in ((0, torch.bfloat16), (100, torch.bfloat16), (0, torch.int8), (100, torch.int8)):
         keys = stored(torch.zeros((400, 32, 128)), kept)
         attend(q, batch, keys, keys.clone(), window, 0.1, plan, torch.empty_like(q))
+
+
+def _launch_tiles() -> None:
+    """Attention over keys and values of 16 and of 8 bits, in programs that two kinds of instruction multiply for."""
+    from outrider.cache.formats import stored
+    from outrider.model.kernels.gpu.attention import attend, plan_attention
+    from tests.model.batches import Part, Reader
+    from tests.tiny import tiny_config
+
+    reader = Reader(tiny_config(heads=3, kv_heads=1, head_dim=64, layers=1, windows=(0,)), longest=64)
+    for rows in (1, 16):
+        batch = reader.batch(Part(0, [1] * rows))
+        q = torch.empty((rows, 3, 64), dtype=torch.bfloat16)
+        for kept in (torch.bfloat16, torch.int8):
+            keys = stored(torch.zeros((100, 1, 64)), kept)
+            attend(q, batch, keys, keys.clone(), 0, 0.1, plan_attention(batch, 3, 1, 64), torch.empty_like(q))
 
 
 def _launch_head(ops: Any, store: Any) -> None:

@@ -29,3 +29,15 @@ def test_every_kernel_compiles(sizes: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert {line.split()[0] for line in done.stdout.splitlines()} == kernels
     assert all(line.endswith(" 0 spilled") for line in done.stdout.splitlines()), done.stdout
+
+
+def test_numbers_of_a_row_are_added_in_one_order() -> None:
+    """The compiler has `mma.sync` take numbers that come from 8 bits in an order of its own, and `wgmma` not: a row
+    would have other bits in a taller program.
+    """
+    command = [sys.executable, "-m", "tests.model.gpu.compile_kernels", "orders"]
+    there = {**os.environ, "TRITON_CACHE_DIR": str(cache_folder() / "triton")}
+    done = subprocess.run(command, cwd=ROOT, env=there, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split(", ") for line in done.stdout.splitlines() if line.startswith("_attend_kernel")]
+    assert len(lines) >= 4 and {tuple(line[2:]) for line in lines} == {("kWidth = 2",)}

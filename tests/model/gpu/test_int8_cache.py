@@ -40,6 +40,19 @@ def test_attention_has_the_bits_of_the_numbers_that_int8_stands_for(
     assert torch.allclose(past.twin(q, batch, window).float(), expected, atol=2e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(9, 3, 64), (4, 1, 128)])
+def test_a_row_has_the_bits_that_it_has_in_taller_programs(device: str, heads: tuple[int, int, int]) -> None:
+    """Which other instructions compute; what they are given must lie in the same order (test_compile.py)."""
+    past = Past(device, *heads, [300], room=400)
+    batch = past.batch(Part(0, [1] * 64))
+    q = past.queries(batch)
+    past.keys, past.values = (stored(numbers, torch.int8) for numbers in (past.keys, past.values))
+    expected = past.attend(q, batch, tile=16)
+    for tile in (32, 64):
+        assert torch.equal(past.attend(q, batch, tile=tile), expected)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (9, 3, 16)])
 @pytest.mark.parametrize("single", [False, True])
 def test_a_pass_leaves_its_keys_and_values_rounded(
@@ -61,9 +74,9 @@ def test_a_pass_leaves_its_keys_and_values_rounded(
         written[kept] = keys[slots], values[slots], out
     for whole, packed in zip(written[HALF][:2], written[torch.int8][:2], strict=True):
         expected = stored(whole, torch.int8)
-        assert torch.equal(
-            packed[..., :-4], expected[..., :-4]
-        )  # numbers, then scales: a division may differ
+        # Numbers, then scales: a division may differ, and on a device the number that it leaves between two others.
+        differing = (packed[..., :-4].int() - expected[..., :-4].int()).abs()
+        assert differing.amax() <= (device == "cuda") and differing.float().mean() < 0.01
         assert torch.allclose(widened(packed), widened(expected), rtol=1e-6)
         assert packed[..., :-4].abs().amax() == 127
     assert (written[torch.int8][2] - written[HALF][2]).abs().mean() < 2e-2

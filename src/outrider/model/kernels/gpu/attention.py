@@ -64,6 +64,7 @@ CROWDED = 768  # programs, a text's whole past each, of which more run at a time
 SHORT = 12  # splits: texts of up to 1024 tokens
 ENOUGH = 512  # programs that keep the device busy without splitting; half of them, where they are tall or texts short
 LOG2E = 1.4426950408889634
+COMPILED = tl.constexpr(not INTERPRETED)
 
 
 # Splits are short where a short context leaves the device idle, long where there would be too many to fold.
@@ -138,13 +139,24 @@ def _block(q, k, v, seen, scale):
 
 
 @triton.jit
+def in_natural_order(x):
+    """The same numbers, of half precision. Operands that the compiler sees come from 8 bits are multiplied in another
+    order of their inputs by `mma.sync` than by `wgmma`, whose sums have other bits then (log/120). It does not look
+    beyond an instruction that may have an effect.
+    """
+    if COMPILED:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
+
+
+@triton.jit
 def _load_head(numbers, scales, at, held, load, d, HALF: tl.constexpr, DIM: tl.constexpr, INT8: tl.constexpr):
     """Keys or values of a head. Of 8 bits and a scale they are the nearest number in half precision."""
     if INT8:
         words: tl.constexpr = DIM // 4 + 1  # of a head, the last of them its scale
         found = tl.load(numbers + at[:, None] * (4 * words) + d, mask=load, other=0).to(tl.float32)
         scale = tl.load(scales + at * words + (words - 1), mask=held, other=0.0)
-        head = (found * scale[:, None]).to(HALF)
+        head = in_natural_order((found * scale[:, None]).to(HALF))
     else:
         head = tl.load(numbers + at[:, None] * DIM + d, mask=load, other=0.0)
     return head
