@@ -57,8 +57,13 @@ class KeyValueStore:
         self.features = self._make(len(like), len(layers), hidden, dtype=self.dtype, device=like.device)
         self.addresses = (c_int32 * len(layers))(*layers), c_void_p(self.features.data_ptr())
 
+    def tapped(self, layer: int) -> list[Tensor]:
+        """By slot, where hidden states that enter this layer are stored: a shallow model may have one tapped twice."""
+        if self.features is None:
+            return []
+        return [self.features[:, place] for place, tapped in enumerate(self.taps) if tapped == layer]
+
     def keep_feature(self, layer: int, x: Tensor, slots: Tensor) -> None:
         """Stores the hidden states that enter this layer if it is tapped: kernels without a call of their own."""
-        for place, tapped in enumerate(self.taps):  # a shallow model may have one layer tapped twice
-            if tapped == layer and self.features is not None:
-                self.features[slots, place] = x.to(self.features.dtype)
+        for features in self.tapped(layer):
+            features[slots] = x.to(features.dtype)

@@ -25,7 +25,6 @@ from outrider.load.config import Experts, LayerSpec, ModelConfig
 from outrider.load.quants import Blocks
 from outrider.model.gpu_limits import gpu_obstacle
 from outrider.model.kernels.gpu import mxfp4
-from outrider.model.kernels.gpu.ahead import is_collecting
 from outrider.model.kernels.gpu.attention import (
     AttentionPlan,
     Fresh,
@@ -47,7 +46,7 @@ from outrider.model.kernels.gpu.matmul import (
     pack_experts,
 )
 from outrider.model.kernels.gpu.routing import choose, schedule
-from outrider.model.kernels.gpu.rows import ExpertParts, Normed, Pending, add_and_norm, embed
+from outrider.model.kernels.gpu.rows import ExpertParts, Normed, Pending, Tap, add_and_norm, embed
 from outrider.model.kernels.reference import layer_by_layer
 from outrider.model.parallel import ALONE, Group
 from outrider.model.rope import RopeTable, RopeTables
@@ -313,20 +312,12 @@ class GpuKernels:
     ) -> Pending | None:
         """All layers, which are numbered from `first` on; returns what is still to be added to x."""
         for i, layer in enumerate(layers, first):
-            pending = self._keep_feature(i, x, pending, batch, store)
-            pending = self._layer(layer, x, pending, batch, store.keys[i], store.values[i], attention)
-        return self._keep_feature(first + len(layers), x, pending, batch, store)
-
-    def _keep_feature(
-        self, layer: int, x: Tensor, pending: Pending | None, batch: Batch, store: KeyValueStore
-    ) -> Pending | None:
-        if layer not in store.taps:
-            return pending
-        if pending is not None:
-            self._add(x, pending)
-        if not is_collecting():
-            store.keep_feature(layer, x, batch.slots)
-        return None
+            taps = [(one, batch.slots) for one in store.tapped(i)]
+            pending = self._layer(layer, x, pending, batch, store.keys[i], store.values[i], attention, taps)
+        if last := [(one, batch.slots) for one in store.tapped(first + len(layers))]:
+            self._add(x, pending, taps=last)
+            return None
+        return pending
 
     def _layer(
         self,
@@ -337,9 +328,10 @@ class GpuKernels:
         keys: Tensor,
         values: Tensor,
         attention: AttentionPlan | JointPlan,
+        taps: Sequence[Tap] = (),
     ) -> Pending | None:
         normed = self._room(*x.shape)
-        self._add(x, pending, w.attn_norm, normed[: len(x)])
+        self._add(x, pending, w.attn_norm, normed[: len(x)], taps)
         return self.rest_of_layer(w, x, normed, batch, keys, values, attention)
 
     def rest_of_layer(
@@ -408,10 +400,17 @@ class GpuKernels:
         )
 
     def _add(
-        self, x: Tensor, pending: Pending | None, norm: Tensor | None = None, out: Tensor | None = None
+        self,
+        x: Tensor,
+        pending: Pending | None,
+        norm: Tensor | None = None,
+        out: Tensor | None = None,
+        taps: Sequence[Tap] = (),
     ) -> None:
-        c = self.config
-        add_and_norm(x, pending, norm, c.norm_eps, out, gain=c.residual_scale)
+        c, tap = self.config, next(iter(taps), None)
+        add_and_norm(x, pending, norm, c.norm_eps, out, gain=c.residual_scale, tap=tap)
+        for more in taps[1:]:
+            add_and_norm(x, None, None, 0.0, None, tap=more)
 
     def _room(self, rows: int, width: int) -> Tensor:
         """For what a matmul reads."""

@@ -57,12 +57,13 @@ def _sum_experts(
     return total
 
 
-@kernel(do_not_specialize=["parts_stride", "shared_stride", "gates_stride"])
+@kernel(do_not_specialize=["parts_stride", "shared_stride", "gates_stride", "tapped_stride"])
 def _norm_kernel(
-    x, parts, after, weight, out, picked, chosen, weights, shared, gates, parts_stride, shared_stride, gates_stride,
-    width, eps, gain,
+    x, parts, after, weight, out, picked, tapped, slots, chosen, weights, shared, gates, parts_stride, shared_stride,
+    gates_stride, tapped_stride, width, eps, gain,
     PARTS: tl.constexpr, EACH: tl.constexpr, SHARED: tl.constexpr, GATES: tl.constexpr, AFTER: tl.constexpr,
-    NORM: tl.constexpr, OUT: tl.constexpr, PICKED: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
+    NORM: tl.constexpr, OUT: tl.constexpr, PICKED: tl.constexpr, TAP: tl.constexpr, BLOCK: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
     place = tl.program_id(0).to(tl.int64)
@@ -92,6 +93,9 @@ def _norm_kernel(
         h += gain * more
         if not PICKED:  # a row may be picked twice: what is picked is read, never written
             tl.store(x + at, h, mask=mask)
+    if TAP:
+        slot = tl.load(slots + row).to(tl.int64)
+        tl.store(tapped + slot * tapped_stride + cols, h.to(tapped.dtype.element_ty), mask=mask)
     if NORM:
         mean = tl.sum(h * h, 0) / width
         h = h * tl.rsqrt(mean + eps) * scale
@@ -129,6 +133,7 @@ class Normed:
 
 
 Pending = Tensor | ExpertParts | Normed  # what is still to be added to the stream
+Tap = tuple[Tensor, Tensor]  # hidden states by slot [slots, width] that a drafter reads, and the rows' slots
 
 
 def add_and_norm(
@@ -139,11 +144,12 @@ def add_and_norm(
     out: Tensor | None,
     picked: Tensor | None = None,
     gain: float = 1.0,
+    tap: Tap | None = None,
 ) -> None:
     """x += gain times the parts, in place; then out = the RMS norm of x. Either half may be left out; without a weight
     out = x.
 
-    `picked`, int64 [L]: norm those rows only, into out [L, width], and leave x as it is.
+    `picked`, int64 [L]: norm those rows only, into out [L, width], and leave x as it is. `tap`: where x goes as well.
     """
     rows, width = x.shape
     count = rows if picked is None else len(picked)
@@ -155,13 +161,14 @@ def add_and_norm(
     if isinstance(parts, ExpertParts):
         chosen, weights, shared, gates = parts.chosen, parts.weights, parts.shared, parts.gates
         parts = parts.parts
-    strides = [0 if one is None else one.stride(0) for one in (parts, shared, gates)]
+    tapped, slots = tap or (None, None)
+    strides = [0 if one is None else one.stride(0) for one in (parts, shared, gates, tapped)]
     counts = [0 if one is None else len(one) for one in (parts, shared, gates)]
     _norm_kernel[(count,)](
-        x, parts, after, weight, out, picked, chosen, weights, shared, gates, *strides, width, eps, gain,
+        x, parts, after, weight, out, picked, tapped, slots, chosen, weights, shared, gates, *strides, width, eps, gain,
         PARTS=counts[0], EACH=0 if chosen is None else chosen.shape[1], SHARED=counts[1], GATES=counts[2],
         AFTER=after is not None, NORM=weight is not None, OUT=out is not None, PICKED=picked is not None,
-        BLOCK=triton.next_power_of_2(width), num_warps=NORM_WARPS, **chained(),
+        TAP=tap is not None, BLOCK=triton.next_power_of_2(width), num_warps=NORM_WARPS, **chained(),
     )  # fmt: skip
 
 
@@ -173,12 +180,15 @@ def add_and_norm_twin(
     out: Tensor | None,
     picked: Tensor | None = None,
     gain: float = 1.0,
+    tap: Tap | None = None,
 ) -> None:
     total = x if parts is None else x + gain * _total(parts, eps)
     if picked is None:
         x.copy_(total)
     else:
         total = total[picked]
+    if tap is not None:
+        tap[0][tap[1].long()] = total.to(tap[0].dtype)
     if out is not None:
         out.copy_(total if weight is None else rms_norm(total, weight, eps))
 
