@@ -1,7 +1,7 @@
 """Times captured passes of a model with random weights: decoding rows, draft trees and prompts, beside the bytes read.
 
     PYTHONPATH=src python bench/gpu/passes.py --shape 8b --weights fp8
-    PYTHONPATH=src python bench/gpu/passes.py --shape qwen3-30b-a3b --decode 1,4,16,64 --prompts 2048 --kernels
+    PYTHONPATH=src python bench/gpu/passes.py --shape gpt-oss-20b --decode 1,4,16,64 --prompts 2048 --kernels
     PYTHONPATH=src python bench/gpu/passes.py --shape qwen3-30b-a3b --device cpu --tiny      (a smoke test)
 
 `--same` gives all rows the same token, so that rows of a mixture choose alike. `--kernels` says by which time after its
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.load.checkpoint import expected_shapes
 from outrider.load.config import ModelConfig
 from outrider.load.families import config_from_json
+from outrider.load.quants import FORMATS, Blocks
 from outrider.model.decoder import Decoder
 from outrider.model.device import DeviceDecoder, DevicePass
 from outrider.model.kernels.gpu.kernels import GpuKernels
@@ -32,38 +32,61 @@ from outrider.model.kernels.gpu.recording import record
 from outrider.model.rope import rope_tables
 from outrider.types import Batch
 
-LLAMA = dict(
-    model_type="llama", vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
-    num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960,
-)  # fmt: skip
-QWEN = dict(
-    model_type="qwen3_moe", vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48,
-    num_attention_heads=32, num_key_value_heads=4, head_dim=128, max_position_embeddings=40_960, num_experts=128,
-    num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
-)  # fmt: skip
-SHAPES = {"8b": LLAMA, "qwen3-30b-a3b": QWEN}
+
+def shape(
+    name: str, vocab: int, layers: int, hidden: int, wide: int, heads: str, **more: Any
+) -> dict[str, Any]:
+    """A config.json. `heads` is how many there are, of keys, and their size."""
+    count, keys, size = map(int, heads.split())
+    return dict(
+        model_type=name, vocab_size=vocab, num_hidden_layers=layers, hidden_size=hidden, intermediate_size=wide,
+        num_attention_heads=count, num_key_value_heads=keys, head_dim=size, max_position_embeddings=135_168,
+        rms_norm_eps=1e-6, tie_word_embeddings=False,
+    ) | more  # fmt: skip
+
+
+THETA = {"rope_theta": 1e6}
+QWEN_MOE = dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True)
+SHAPES = {
+    "8b": shape("llama", 128_256, 32, 4096, 14_336, "32 8 128", **THETA),
+    "qwen3-8b": shape("qwen3", 151_936, 36, 4096, 12_288, "32 8 128", **THETA),
+    "olmo3-7b": shape("olmo3", 100_278, 32, 4096, 11_008, "32 32 128"),
+    "glm4-9b": shape("glm4", 151_552, 40, 4096, 13_696, "32 2 128", **THETA),
+    "gemma3-12b": shape("gemma3_text", 262_208, 48, 3840, 15_360, "16 8 256", sliding_window=1024),
+    "qwen3-30b-a3b": shape("qwen3_moe", 151_936, 48, 2048, 6144, "32 4 128", **THETA, **QWEN_MOE),
+    "gpt-oss-20b": shape("gpt_oss", 201_088, 24, 2880, 2880, "64 8 64", num_local_experts=32),
+    "gpt-oss-120b": shape("gpt_oss", 201_088, 36, 2880, 2880, "64 8 64", num_local_experts=128),
+}
 TINY = dict(
     vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+    num_key_value_heads=2, head_dim=16, num_experts=4, num_local_experts=4, num_experts_per_tok=2,
+    moe_intermediate_size=64,
 )  # fmt: skip
 SLOTS = 70_000
 LOGITS = 512  # rows of a pass that want logits; a prompt wants those of its last row
 
 
-def random_weights(config: ModelConfig, device: str, dtype: torch.dtype) -> Callable[[str], Tensor]:
+def random_weights(config: ModelConfig, device: str, dtype: torch.dtype) -> Callable[[str], Any]:
     """A reader of random tensors. Experts of a layer are alike: what they cost does not depend on it."""
-    shapes, experts = dict(expected_shapes(config)), dict[tuple[int, ...], Tensor]()
+    shapes, experts = dict(expected_shapes(config)), dict[tuple[int, ...], Any]()
 
-    def read(name: str) -> Tensor:
+    def made(name: str, shape: tuple[int, ...]) -> Any:
+        if ".experts." not in name or config.family != "gpt_oss":
+            return torch.randn(shape, device=device, dtype=dtype) * 0.02
+        raw = torch.randint(256, (shape[0], -(-shape[1] // 32), 17), device=device, dtype=torch.uint8)
+        raw[..., 0] = 120  # the scale
+        return Blocks(name, FORMATS[39], raw.flatten(1), shape[1])  # in MXFP4, as it is published
+
+    def read(name: str) -> Any:
         shape = shapes[name]
         if len(shape) < 2:
             return torch.ones(shape, device=device)
         if ".experts." in name and shape in experts:
             return experts[shape]
-        made = torch.randn(shape, device=device, dtype=dtype) * 0.02
+        one = made(name, shape)
         if ".experts." in name:
-            experts[shape] = made
-        return made
+            experts[shape] = one
+        return one
 
     return read
 
@@ -145,9 +168,9 @@ def main() -> None:
     torch.set_grad_enabled(False)
     torch.manual_seed(1)
     raw = SHAPES[given.shape] | (TINY if given.tiny else {})
-    config = config_from_json(raw | dict(rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=False))
+    config = config_from_json(raw)
     given.vocab, cuda, dtype = config.vocab, given.device == "cuda", torch.bfloat16
-    given.slots = SLOTS if cuda else 256
+    given.slots = max(SLOTS, *given.prompts, 0) + 256 if cuda else 256
     tables = rope_tables(config, config.context)
     kernels = GpuKernels(config, tables, device=given.device, weights=given.weights)
     model = DeviceDecoder(Decoder(config, random_weights(config, given.device, dtype), kernels))

@@ -1,9 +1,9 @@
 """Times an engine with random weights in the shape of Llama 3.1 8B, in this process and without HTTP.
 
-    PYTHONPATH=src python bench/gpu/traffic.py --json traffic.json
-    PYTHONPATH=src python bench/gpu/traffic.py --sections prepare,first --sequences 1 --context 33000
-    PYTHONPATH=src python bench/gpu/traffic.py --sections grow,plain --prepared 64 --plain 512 --sequences 512
-    PYTHONPATH=src python bench/gpu/traffic.py --device cpu --tiny      (a smoke test)
+    python -m bench.gpu.traffic --json traffic.json
+    python -m bench.gpu.traffic --sections prepare,first --sequences 1 --context 33000
+    python -m bench.gpu.traffic --sections grow,plain --prepared 64 --plain 512 --sequences 512
+    python -m bench.gpu.traffic --device cpu --tiny      (a smoke test)
 
 Sections: decoding more sequences than were prepared (`--prepared`), by quarters of a second; warm-up; the first token
 of single prompts by length; plain decoding of many sequences; 256 long requests at once. Each reports how many graphs
@@ -19,13 +19,12 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from bench.gpu.passes import random_weights
 
 from outrider.control.guards import Guards
 from outrider.control.planner import Planner
@@ -61,26 +60,6 @@ class Numbers:
 
     def finish(self) -> str:
         return ""
-
-
-def random_weights(config: ModelConfig, device: str, dtype: torch.dtype) -> Callable[[str], Tensor]:
-    """A reader of random tensors in the shapes of a Llama with this configuration."""
-    hidden, wide = config.hidden, config.intermediate
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes = {
-        "q_proj.weight": (q, hidden), "k_proj.weight": (kv, hidden), "v_proj.weight": (kv, hidden),
-        "o_proj.weight": (hidden, q), "gate_proj.weight": (wide, hidden), "up_proj.weight": (wide, hidden),
-        "down_proj.weight": (hidden, wide), "embed_tokens.weight": (config.vocab, hidden),
-        "lm_head.weight": (config.vocab, hidden),
-    }  # fmt: skip
-
-    def read(name: str) -> Tensor:
-        shape = next((s for end, s in shapes.items() if name.endswith(end)), None)
-        if shape is None:
-            return torch.ones(hidden, device=device)
-        return torch.randn(shape, device=device, dtype=dtype) * 0.02
-
-    return read
 
 
 def make_model(given: argparse.Namespace) -> Any:
@@ -252,7 +231,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # as the server does: collecting the model would stop a step for a tenth of a second
     asked = given.sections.split(",")
-    report: dict[str, Any] = {"kind": "traffic", "certificate": certificate("python bench/gpu/traffic.py")}
+    report: dict[str, Any] = {"kind": "traffic", "certificate": certificate("python -m bench.gpu.traffic")}
     if "grow" in asked:
         prepare(engine, given, given.prepared)
         count = min(4 * given.prepared, given.sequences)
