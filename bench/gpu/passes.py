@@ -33,9 +33,7 @@ from outrider.model.rope import rope_tables
 from outrider.types import Batch
 
 
-def shape(
-    name: str, vocab: int, layers: int, hidden: int, wide: int, heads: str, **more: Any
-) -> dict[str, Any]:
+def shape(name: str, vocab: int, layers: int, hidden: int, wide: int, heads: str, **more: Any) -> Any:
     """A config.json. `heads` is how many there are, of keys, and their size."""
     count, keys, size = map(int, heads.split())
     return dict(

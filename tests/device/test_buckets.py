@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -77,21 +79,38 @@ def test_several_passes_in_a_step_only_as_long_as_streams_can_wait() -> None:
     assert [longest_run(size, 0.004) for size in (1, 16, 32, 512)] == [1, 1, 4, 4]
     assert longest_run(512, 0.011) == 1
     runs = RunChoice()
-    for _ in range(3):
-        runs.observe(512, runs.choose(512, 100), waited=0.0, spent=1.0, device=0.004 * runs.choose(512, 100))
+    for _ in range(50):
+        passes = runs.choose(512, 100)
+        runs.observe(512, passes, spent=1.0, device=0.004 * passes)
     assert (runs.choose(512, 100), runs.choose(512, 3)) == (4, 2)
 
 
-def test_the_length_of_steps_settles_where_the_host_is_late_now_and_then() -> None:
-    """It takes two thirds of a pass for a step, and twice as long when it makes a plan. A length that changed back
-    after each of those would be late for the next one."""
-    runs, device, chosen = RunChoice(), 0.0013, []
-    for step in range(80):
-        passes = runs.choose(4, 100)
-        host, spent = 0.0009 + 0.0009 * (step % 8 == 0), device * passes
-        runs.observe(4, passes, max(spent - host, 0.0), max(spent, host), spent)
-        chosen.append(passes)
-    assert set(chosen[10:]) == {2}
+def settled(
+    runs: RunChoice, host: Callable[[int], float], steps: int = 400, device: float = 0.0013
+) -> list[int]:
+    """Passes of steps for which the host takes so long, while the device takes 0.0013 s a pass."""
+    chosen = []
+    for step in range(steps):
+        chosen.append(passes := runs.choose(4, 100))
+        runs.observe(4, passes, max(host(step), device * passes), device * passes)
+    return chosen
+
+
+def test_a_plan_now_and_then_makes_no_step_longer() -> None:
+    """A pass of a longer step takes the device longer, all the time."""
+    assert set(settled(RunChoice(), lambda step: 0.0009 + 0.0014 * (step % 30 == 0))) == {1}
+
+
+def test_steps_are_longer_where_the_device_waits_for_the_host() -> None:
+    chosen = settled(RunChoice(), lambda step: 0.0018)
+    assert chosen[0] == 1 and chosen[40:].count(2) > 0.95 * len(chosen[40:])
+
+
+def test_steps_are_short_again_once_the_host_has_less_to_do() -> None:
+    runs = RunChoice()
+    settled(runs, lambda step: 0.0018)
+    chosen = settled(runs, lambda step: 0.0009, steps=2000)
+    assert chosen[0] == 2 and set(chosen[-200:]) == {1}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 40, 64, 200, 512])

@@ -326,17 +326,17 @@ def test_what_draft_trees_there_are(model, small) -> None:
 
 
 class Busy:
-    """A device that is always done before the host looks, so that runs grow; or never, so that they shrink."""
+    """A device that waits for the host, `late` times as long as it works: runs grow, or shrink if that is nothing."""
 
-    device = 0.0  # seconds of a pass there
+    device = 1e-4  # seconds of a pass there
 
-    def __init__(self, engine: Engine, waited: float) -> None:
-        self.observe, self.passes, self.waited = engine.runner.runs.observe, [], waited
+    def __init__(self, engine: Engine, late: float) -> None:
+        self.observe, self.passes, self.late = engine.runner.runs.observe, [], late
         engine.runner.runs.observe = self.watch
 
-    def watch(self, size: int, passes: int, waited: float, spent: float, device: float) -> None:
+    def watch(self, size: int, passes: int, spent: float, device: float) -> None:
         self.passes.append(passes)
-        self.observe(size, passes, self.waited, 1.0, self.device * passes)
+        self.observe(size, passes, (1 + self.late) * self.device * passes, self.device * passes)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -353,7 +353,7 @@ def test_runs_of_plain_passes_end_where_single_ones_do(model, small, lag, seed) 
         for i in range(rnd.randint(1, 6))
     ]  # fmt: skip
     engines = [make_engine(model, small, None), make_engine(model, small, lag)]
-    busy = Busy(engines[1], waited=0.0)
+    busy = Busy(engines[1], late=1.0)
     found = []
     for engine in engines:
         sequences = [s for one in requests for s in engine.add(one)]
@@ -368,20 +368,21 @@ def test_runs_of_plain_passes_end_where_single_ones_do(model, small, lag, seed) 
 
 def test_runs_grow_while_the_device_waits_for_the_host_and_shrink_again(model, small) -> None:
     engine = make_engine(model, small, 1)
-    busy = Busy(engine, waited=0.0)
+    busy = Busy(engine, late=1.0)
     engine.add(request("a", prompt_of(5), max_tokens=100, speculation=False))
     finish(engine)
-    assert busy.passes[:7] == [1, 1, 2, 2, 4, 4, 8] and max(busy.passes) == 8
-    busy.waited = 1.0
-    engine.add(request("b", prompt_of(5), max_tokens=100, speculation=False))
-    finish(engine)
+    assert busy.passes[:10] == [1, 1, 1, 2, 2, 2, 4, 4, 4, 8] and max(busy.passes) == 8
+    busy.late = 0.0
+    for number in range(12):  # what was known of shorter ones fades
+        engine.add(request(f"b{number}", prompt_of(5), max_tokens=100, speculation=False))
+        finish(engine)
     assert busy.passes[-1] == 1
 
 
 def test_runs_are_short_enough_for_a_stream(model, small) -> None:
     """However far behind the host is: the tokens of a run reach a client all at once."""
     engine = make_engine(model, small, 1)
-    busy = Busy(engine, waited=0.0)
+    busy = Busy(engine, late=1.0)
     busy.device = RUN_SECONDS / 1.5
     engine.runner.runs.passes[1] = 8
     engine.add(request("a", prompt_of(5), max_tokens=60, speculation=False))
@@ -392,8 +393,9 @@ def test_runs_are_short_enough_for_a_stream(model, small) -> None:
 def test_no_step_is_launched_for_what_is_known_to_be_over(model, small) -> None:
     """The length is known beforehand: neither a step too many nor a pass."""
     engine = make_engine(model, small, 1)
-    busy = Busy(engine, waited=0.5)
+    busy = Busy(engine, late=0.0)
     engine.runner.runs.passes[1] = 4
+    engine.runner.runs.idle.update({(1, 1): 1.0, (1, 2): 1.0})
     engine.add(request("a", prompt_of(5), max_tokens=12, speculation=False))
     finish(engine)
     assert busy.passes == [4, 4, 2, 1]  # the first token came with the prompt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence as Seq
 
 from outrider.load.config import ModelConfig
@@ -16,9 +16,13 @@ RUNS = (1, 2, 4, 8)  # plain passes in one step
 # Of one step, at most, with several passes: their tokens reach a stream all at once. Of many sequences the host is what
 # holds the device up, and with one pass a step a small model would answer a third slower.
 RUN_SECONDS, MANY, MANY_RUN_SECONDS = 0.006, 32, 0.02
-# Shares of a step that the host waits for the device, below and above which the next one has more passes or fewer. They
-# are far apart: now and then the host makes a plan, and is late by the time that takes if it had none to spare.
-HURRIED, LEISURELY = 0.1, 0.7
+# Share of the device's time that it may wait for the host before steps have more passes. A pass of a longer step takes
+# the device 2 to 6 % longer (log/120).
+IDLE = 0.05
+SMOOTHING, FADING = (
+    1 / 32,
+    1 / 512,
+)  # what a step says of that share, and what it takes from what is known of shorter ones
 # Rows packed by the host: few, or a multiple of what matmuls are padded to; and the most that a step is captured for
 # where it turns out to be needed.
 STAGED, STAGED_MULTIPLE, MOST_CAPTURED = (16, 32), 64, 512
@@ -167,20 +171,28 @@ class SizeChoice:
 
 
 class RunChoice:
-    """Plain passes in one step, by size: more where the host hardly had to wait, as it is what holds the device up."""
+    """Plain passes in one step, by size: more where the device waits for the host, else as few as can be."""
 
     def __init__(self) -> None:
         self.passes: dict[int, int] = {}
+        self.idle: defaultdict[tuple[int, int], float] = defaultdict(
+            float
+        )  # share of time, by size and passes
 
     def choose(self, size: int, most: int) -> int:
         """At most `most` passes: no sequence has more tokens left."""
         return max(run for run in RUNS if run <= min(self.passes.get(size, 1), max(most, 1)))
 
-    def observe(self, size: int, passes: int, waited: float, spent: float, device: float = 0.0) -> None:
-        """A step was settled. Of the `spent` seconds the host `waited` for the device, which took `device` seconds."""
-        longest = longest_run(size, device / passes)
-        if waited < HURRIED * spent or passes > longest:
-            longer = next((longer for longer in RUNS if longer > passes), RUNS[-1])
-            self.passes[size] = min(longer, longest)
-        elif waited > LEISURELY * spent:
-            self.passes[size] = next((shorter for shorter in reversed(RUNS) if shorter < passes), RUNS[0])
+    def observe(self, size: int, passes: int, spent: float, device: float) -> None:
+        """A step without drafts was settled `spent` seconds after the one before; the device took `device` of them.
+        What shorter steps lost fades, so that they are tried again: the host may have less to do by then.
+        """
+        if device <= 0:
+            return
+        idle, longest = self.idle, longest_run(size, device / passes)
+        found = min(max(spent / device - 1, 0.0), 1.0)
+        idle[size, passes] += SMOOTHING * (found - idle[size, passes])
+        for shorter in RUNS[: RUNS.index(passes)]:
+            idle[size, shorter] *= 1 - FADING
+        enough = (run for run in RUNS if idle[size, run] <= IDLE)
+        self.passes[size] = min(next(enough, RUNS[-1]), longest)

@@ -424,9 +424,9 @@ class GraphRunner(Runner):
             name, tokens, timer = step.prefill
             record.drafter_prefill = DrafterPrefill(name, tokens, timer.seconds())
         now = time.perf_counter()
-        if record.captured is not None and record.captured.drafter == "none":
+        if record.captured is not None and record.captured.drafter == "none" and not step.packed.work:
             spent = now - max(step.begun, self.finished_at)
-            self.runs.observe(record.captured.size, record.passes, record.waited_s, spent, record.target_s)
+            self.runs.observe(record.captured.size, record.passes, spent, record.target_s)
         record.verify_s, self.finished_at = now - begun - record.waited_s, now
         return results
 
