@@ -49,6 +49,15 @@ MIXING = "model/kernels/experts.h"
 GROWING = "engine/test_growing_batches.py"
 EAGLE, ONE_CALL = "model/kernels/eagle.h", "draft/test_eagle_one_call.py"
 FAULTS = [
+    # What a card showed: the order of sums, taps, steps of several passes.
+    Fault("numbers of 8 bits in the compiler's order", ATTENTION, "in_natural_order((found * scale[:, None]).to(HALF))",
+          "(found * scale[:, None]).to(HALF)",
+          "model/gpu/test_compile.py::test_numbers_of_a_row_are_added_in_one_order"),
+    Fault("a tap of half the hidden states", ROWS, "tl.store(tapped + slot * tapped_stride + cols, h.to",
+          "tl.store(tapped + slot * tapped_stride + cols, (0.5 * h).to", "model/gpu/test_drafters.py"),
+    Fault("steps that stay long", "device/buckets.py", "*= 1 - FADING", "*= 1", "device/test_buckets.py"),
+    Fault("longer steps after a single late one", "device/buckets.py", "+= SMOOTHING * (found", "+= (found",
+          "device/test_buckets.py"),
     # Drafts of an EAGLE head in one call, and what drafting costs.
     Fault("the noise of the first level at every level", EAGLE, "d->at[i] = d->known[i] + level",
           "d->at[i] = d->known[i]", f"{ONE_CALL}::test_it_drafts_what_single_kernels_draft"),
