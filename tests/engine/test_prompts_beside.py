@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from outrider.control import prefill
 from outrider.control.guards import Guards
 from outrider.control.planner import Planner
-from outrider.device.buckets import CHUNK_SIZES, MAX_BESIDE, chunk_sizes
+from outrider.device.buckets import CHUNK_SIZES, MAX_BESIDE, MAX_LOGITS, chunk_sizes
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner
@@ -142,6 +142,19 @@ def test_long_prompts_alone_are_read_in_captured_steps(model, small) -> None:
         assert tokens_of(finish(engine)["r", 0]) == run_alone(model, one, step_rows=2048)
         shape, captured = shapes[0]
         assert captured and length <= shape.staged <= 4 / 3 * length + 64, shape
+
+
+def test_many_short_prompts_at_once_are_read_in_captured_steps(model, small) -> None:
+    """No step is captured with logits for all of them."""
+    requests = [request(f"r{i}", prompt_of(4, i), max_tokens=3, seed=i) for i in range(MAX_LOGITS + 9)]
+    engine = prepared(make_engine(model, small, bounded(), max_sequences=128), 128)
+    steps = step_shapes(engine)
+    for one in requests:
+        engine.add(one)
+    found = finish(engine)
+    assert [captured for _, captured in steps] == [True] * len(steps)
+    assert tokens_of(found["r0", 0]) == run_alone(model, requests[0], step_rows=600)
+    assert len(found) == len(requests)
 
 
 @pytest.mark.parametrize("default", ["none", "lm", "lookup"])

@@ -195,3 +195,13 @@ def test_a_background_request_preempts_nothing():
     room.add("second", 4, background=True)
     assert room.step() == {"first": 4}
     assert room.step() == {"first": 1} and room.scheduler.preemptions == 0
+
+
+def test_a_step_finishes_only_so_many_prompts():
+    """Each wants logits. The others wait, and keep their order."""
+    room = Room(rows=8)
+    room.scheduler.max_prompts = 3
+    for name in "abcde":
+        room.add(name, 4)
+    assert room.step() == dict.fromkeys("abc", 4)
+    assert room.step() == dict.fromkeys("abc", 1) | dict.fromkeys("de", 4)

@@ -48,6 +48,11 @@ class Preparation(Protocol):
         """
         ...
 
+    @property
+    def max_prompts(self) -> int:
+        """Maximum number of prompts that a prepared step finishes reading: each wants logits."""
+        return MAX_PROMPT_ROWS
+
     def most_prompt_rows(self, decoding: int) -> int:
         """Maximum number of prompt rows in a prepared step with `decoding` sequences."""
         return MAX_PROMPT_ROWS

@@ -47,6 +47,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.held: dict[str, list[Sequence]] = {}  # choices that wait for the first to read the prompt
         self.preemptions = 0
+        self.max_prompts = step_rows  # that a step may finish reading, if those it goes on with are fewer
 
     def add(self, choices: list[Sequence]) -> None:
         """All choices of one request. The first reads the prompt; the others then branch from it."""
@@ -78,13 +79,16 @@ class Scheduler:
             work = self._chunks(work or [], ready if work is None else prompts, budget)
             budget -= sum(one.known for one in work if one.known > 1)
         reading = not all(one.emits for one in work)
+        left = self.max_prompts - sum(one.emits and one.known > 1 for one in work)
+        budget *= left > 0
         while budget > 0 and (sequence := self._next(budget if reading else None)) and self._admit(sequence):
             self._queue.remove(sequence)
             self.running.append(sequence)
             known = min(sequence.pending, budget - self._overtaking(sequence, budget))
             self.table.extend(sequence.row, known)
             work.append(Work(sequence, known))
-            budget -= known
+            left -= work[-1].emits
+            budget = budget - known if left > 0 else 0
             reading = reading or not work[-1].emits
         return work
 

@@ -233,6 +233,10 @@ class GraphPreparation(Preparation):
             self._usual[shape] = usual_shape(shape, self._size_beside(shape.size))
         return self._usual[shape]
 
+    @property
+    def max_prompts(self) -> int:
+        return MAX_PROMPT_ROWS if self.on_demand or not self.captures else MAX_LOGITS
+
     def most_prompt_rows(self, decoding: int) -> int:
         """Beside `decoding` sequences. A step with more is not prepared, and has more rows in all than matmuls are
         fastest with.
