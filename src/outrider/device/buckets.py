@@ -19,10 +19,8 @@ RUN_SECONDS, MANY, MANY_RUN_SECONDS = 0.006, 32, 0.02
 # Share of the device's time that it may wait for the host before steps have more passes. A pass of a longer step takes
 # the device 2 to 6 % longer (log/120).
 IDLE = 0.05
-SMOOTHING, FADING = (
-    1 / 32,
-    1 / 512,
-)  # what a step says of that share, and what it takes from what is known of shorter ones
+# What a step says of that share, and what it takes from what is known of shorter steps.
+SMOOTHING, FADING = 1 / 32, 1 / 512
 # Rows packed by the host: few, or a multiple of what matmuls are padded to; and the most that a step is captured for
 # where it turns out to be needed.
 STAGED, STAGED_MULTIPLE, MOST_CAPTURED = (16, 32), 64, 512
