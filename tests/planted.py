@@ -49,7 +49,7 @@ MIXING = "model/kernels/experts.h"
 GROWING = "engine/test_growing_batches.py"
 EAGLE, ONE_CALL = "model/kernels/eagle.h", "draft/test_eagle_one_call.py"
 FAULTS = [
-    # What a card showed: the order of sums, taps, steps of several passes.
+    # The order of sums over an int8 cache, hidden states for a head, steps of several passes.
     Fault("numbers of 8 bits in the compiler's order", ATTENTION, "in_natural_order((found * scale[:, None]).to(HALF))",
           "(found * scale[:, None]).to(HALF)",
           "model/gpu/test_compile.py::test_numbers_of_a_row_are_added_in_one_order"),

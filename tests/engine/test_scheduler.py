@@ -23,6 +23,7 @@ class Room:
         self.asked: list[tuple[int, float]] = []
         self.waiting: list[int] = []
         self.pending: list[int] = []
+        self.max_prompts = MANY
         self.behind = 1 << 20  # prompt rows of steps with background requests alone
 
     def add(self, name: str, prompt: int, background: bool = False) -> Sequence:
@@ -39,7 +40,7 @@ class Room:
 
     def step(self) -> dict[str, int]:
         """Known tokens by request; whoever is at its end emits one."""
-        work = self.scheduler.schedule(self.rows, lambda decoding: self.behind)
+        work = self.scheduler.schedule(self.rows, lambda decoding: self.behind, self.max_prompts)
         for one in work:
             one.sequence.cached += one.known
             if one.emits:
@@ -200,7 +201,7 @@ def test_a_background_request_preempts_nothing():
 def test_a_step_finishes_only_so_many_prompts():
     """Each wants logits. The others wait, and keep their order."""
     room = Room(rows=8)
-    room.scheduler.max_prompts = 3
+    room.max_prompts = 3
     for name in "abcde":
         room.add(name, 4)
     assert room.step() == dict.fromkeys("abc", 4)

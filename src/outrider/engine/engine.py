@@ -124,8 +124,8 @@ class Engine:
         unprofitable = self.settings.release_draft and self.planner.returns.unprofitable
         results = self._release_unprofitable() if unprofitable else []
         begun = time.perf_counter()
-        self.scheduler.max_prompts = self.runner.preparation.max_prompts
-        work = self.scheduler.schedule(self._prompt_rows, self._background_rows)
+        max_prompts = self.runner.preparation.max_prompts
+        work = self.scheduler.schedule(self._prompt_rows, self._background_rows, max_prompts)
         if work:
             plan = self._plan(work)
             step = self.runner.launch(work, plan)

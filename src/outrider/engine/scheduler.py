@@ -47,7 +47,6 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.held: dict[str, list[Sequence]] = {}  # choices that wait for the first to read the prompt
         self.preemptions = 0
-        self.max_prompts = step_rows  # that a step may finish reading, if those it goes on with are fewer
 
     def add(self, choices: list[Sequence]) -> None:
         """All choices of one request. The first reads the prompt; the others then branch from it."""
@@ -57,8 +56,12 @@ class Scheduler:
         if choices[1:]:
             self.held[choices[0].request.id] = choices[1:]
 
-    def schedule(self, prompt_rows: PromptRows, background_rows: BackgroundRows) -> list[Work]:
-        """Sequences that can move, with slots for the known tokens that are fed."""
+    def schedule(
+        self, prompt_rows: PromptRows, background_rows: BackgroundRows, max_prompts: int
+    ) -> list[Work]:
+        """Sequences that can move, with slots for the known tokens that are fed. No sequence is admitted once
+        `max_prompts` prompts reach their end in this step.
+        """
         pause = self.background and (self.waiting or not all(s.request.background for s in self.running))
         self._queue = self.waiting if pause or not self.background else self.waiting_background
         # `pending` and `remaining` are written out here: this runs for every sequence in every step.
@@ -79,7 +82,7 @@ class Scheduler:
             work = self._chunks(work or [], ready if work is None else prompts, budget)
             budget -= sum(one.known for one in work if one.known > 1)
         reading = not all(one.emits for one in work)
-        left = self.max_prompts - sum(one.emits and one.known > 1 for one in work)
+        left = max_prompts - sum(one.emits and one.known > 1 for one in work)
         budget *= left > 0
         while budget > 0 and (sequence := self._next(budget if reading else None)) and self._admit(sequence):
             self._queue.remove(sequence)

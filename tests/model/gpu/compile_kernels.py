@@ -95,7 +95,7 @@ def main() -> None:
         _launch_tiles()
         for kernel in kernels:
             orders = sorted(set(re.findall(r"kWidth = \d+", kernel.asm["ttgir"])))
-            print(kernel.name, kernel.metadata.num_stages, *orders, sep=", ")
+            print(kernel.name, *orders, sep=", ")
         return
     _launch_all(every)
     _launch_kinds(every)

@@ -159,10 +159,12 @@ def test_add_and_norm(device: str, parts: int, normed: bool) -> None:
     pending = noise(parts, 5, 96, seed=1).to(device) if parts else None
     weight = noise(96, seed=2).to(device) if normed else None
     outs = [torch.full((5, 96), torch.nan, dtype=HALF, device=device) for _ in range(2)]
+    slots = torch.tensor([3, 0, 6, 1, 4], dtype=torch.int32, device=device)
+    taps = [torch.zeros(8, 2, 96, dtype=HALF, device=device)[:, 1] for _ in range(2)]
     ours, theirs = x.clone(), x.clone()
-    rows.add_and_norm(ours, pending, weight, 1e-5, outs[0] if normed else None)
-    rows.add_and_norm_twin(theirs, pending, weight, 1e-5, outs[1] if normed else None)
-    assert torch.equal(ours, theirs)
+    rows.add_and_norm(ours, pending, weight, 1e-5, outs[0] if normed else None, tap=(taps[0], slots))
+    rows.add_and_norm_twin(theirs, pending, weight, 1e-5, outs[1] if normed else None, tap=(taps[1], slots))
+    assert torch.equal(ours, theirs) and torch.equal(*taps)
     if normed:
         assert furthest(outs[0].float(), outs[1].float()) < 1e-2
 

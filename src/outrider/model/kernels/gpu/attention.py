@@ -33,7 +33,7 @@ from torch import Tensor
 from outrider.cache.formats import widened
 from outrider.model.kernels.gpu.ahead import kernel
 from outrider.model.kernels.gpu.attention_tall import attend_tall_kernel
-from outrider.model.kernels.gpu.launch import INTERPRETED, await_previous, chained, let_next_start
+from outrider.model.kernels.gpu.launch import COMPILED, INTERPRETED, await_previous, chained, let_next_start
 from outrider.model.kernels.gpu.rows import rope_and_write, scales_of, sum_parts
 from outrider.model.staged import (
     BLOCK,
@@ -64,7 +64,6 @@ CROWDED = 768  # programs, a text's whole past each, of which more run at a time
 SHORT = 12  # splits: texts of up to 1024 tokens
 ENOUGH = 512  # programs that keep the device busy without splitting; half of them, where they are tall or texts short
 LOG2E = 1.4426950408889634
-COMPILED = tl.constexpr(not INTERPRETED)
 
 
 # Splits are short where a short context leaves the device idle, long where there would be too many to fold.
@@ -140,9 +139,9 @@ def _block(q, k, v, seen, scale):
 
 @triton.jit
 def in_natural_order(x):
-    """The same numbers, of half precision. Operands that the compiler sees come from 8 bits are multiplied in another
-    order of their inputs by `mma.sync` than by `wgmma`, whose sums have other bits then (log/120). It does not look
-    beyond an instruction that may have an effect.
+    """x, of half precision. Triton permutes the inputs of `mma.sync` where it can trace an operand to an 8-bit load
+    (kWidth = 4), but not those of `wgmma`, so a row's sums would depend on the height of its program (log/120). It
+    traces no further than an instruction with side effects.
     """
     if COMPILED:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)

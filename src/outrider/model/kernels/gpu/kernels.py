@@ -407,10 +407,10 @@ class GpuKernels:
         out: Tensor | None = None,
         taps: Sequence[Tap] = (),
     ) -> None:
-        c, tap = self.config, next(iter(taps), None)
+        c, tap = self.config, taps[0] if taps else None
         add_and_norm(x, pending, norm, c.norm_eps, out, gain=c.residual_scale, tap=tap)
-        for more in taps[1:]:
-            add_and_norm(x, None, None, 0.0, None, tap=more)
+        for other in taps[1:]:
+            add_and_norm(x, None, None, 0.0, None, tap=other)
 
     def _room(self, rows: int, width: int) -> Tensor:
         """For what a matmul reads."""

@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+COMPILED = tl.constexpr(not INTERPRETED)
 
 # Lanes of kernels over a sequence's few rows: one width for most of them, so that few kernels are compiled.
 LANES = 16

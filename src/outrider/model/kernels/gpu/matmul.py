@@ -35,10 +35,10 @@ from outrider.load.quants import Blocks
 from outrider.model.kernels import reference
 from outrider.model.kernels.gpu import mxfp4
 from outrider.model.kernels.gpu.ahead import kernel
-from outrider.model.kernels.gpu.launch import await_previous, chained, let_next_start
+from outrider.model.kernels.gpu.launch import COMPILED, await_previous, chained, let_next_start
 from outrider.model.kernels.gpu.library import Library, gated, padded_rows
 from outrider.model.kernels.gpu.mxfp4 import widened_exactly
-from outrider.model.kernels.gpu.quantise import COMPILED, KINDS, dequantised, quantised, settled, widened
+from outrider.model.kernels.gpu.quantise import KINDS, dequantised, quantised, settled, widened
 
 GRAIN = 256  # a segment is a multiple of it, so that every tile depth fits
 HIGH = 64  # outputs of a stored tile: the height of Hopper's tensor core

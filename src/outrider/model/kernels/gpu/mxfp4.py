@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from outrider.load.quants import Blocks
-from outrider.model.kernels.gpu.launch import INTERPRETED
+from outrider.model.kernels.gpu.launch import COMPILED
 from outrider.model.kernels.gpu.quantise import _beside
 
 KIND = "mxfp4"
@@ -34,7 +34,6 @@ PIECES, PIECE = 4, 32
 IN_WORD = 8
 LIFT = 126  # of exponents
 LARGEST = 128  # exponent of a scale in a file, for which there is a bfloat16 that much larger
-COMPILED = tl.constexpr(not INTERPRETED)
 
 
 def fits(weight: object) -> bool:

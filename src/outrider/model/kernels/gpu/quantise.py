@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from outrider.model.kernels.gpu.launch import INTERPRETED
+from outrider.model.kernels.gpu.launch import COMPILED
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,6 @@ KINDS = {
 }
 LIFT = tl.constexpr(16)
 NOTHING = 1e-30  # weights smaller than this are zero: no scale would be left of them
-COMPILED = tl.constexpr(not INTERPRETED)
 
 
 def quantised(rows: Tensor, depth: int, kind: str) -> tuple[Tensor, Tensor]:
