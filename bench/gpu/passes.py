@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from outrider.cache.store import KeyValueStore
 from outrider.load.checkpoint import expected_shapes
@@ -33,8 +34,10 @@ from outrider.model.rope import rope_tables
 from outrider.types import Batch
 
 
-def shape(name: str, vocab: int, layers: int, hidden: int, wide: int, heads: str, **more: Any) -> Any:
-    """A config.json. `heads` is how many there are, of keys, and their size."""
+def published(
+    name: str, vocab: int, layers: int, hidden: int, wide: int, heads: str, **more: Any
+) -> dict[str, Any]:
+    """A config.json. `heads`: query heads, key heads and their size."""
     count, keys, size = map(int, heads.split())
     return dict(
         model_type=name, vocab_size=vocab, num_hidden_layers=layers, hidden_size=hidden, intermediate_size=wide,
@@ -46,14 +49,14 @@ def shape(name: str, vocab: int, layers: int, hidden: int, wide: int, heads: str
 THETA = {"rope_theta": 1e6}
 QWEN_MOE = dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True)
 SHAPES = {
-    "8b": shape("llama", 128_256, 32, 4096, 14_336, "32 8 128", **THETA),
-    "qwen3-8b": shape("qwen3", 151_936, 36, 4096, 12_288, "32 8 128", **THETA),
-    "olmo3-7b": shape("olmo3", 100_278, 32, 4096, 11_008, "32 32 128"),
-    "glm4-9b": shape("glm4", 151_552, 40, 4096, 13_696, "32 2 128", **THETA),
-    "gemma3-12b": shape("gemma3_text", 262_208, 48, 3840, 15_360, "16 8 256", sliding_window=1024),
-    "qwen3-30b-a3b": shape("qwen3_moe", 151_936, 48, 2048, 6144, "32 4 128", **THETA, **QWEN_MOE),
-    "gpt-oss-20b": shape("gpt_oss", 201_088, 24, 2880, 2880, "64 8 64", num_local_experts=32),
-    "gpt-oss-120b": shape("gpt_oss", 201_088, 36, 2880, 2880, "64 8 64", num_local_experts=128),
+    "8b": published("llama", 128_256, 32, 4096, 14_336, "32 8 128", **THETA),
+    "qwen3-8b": published("qwen3", 151_936, 36, 4096, 12_288, "32 8 128", **THETA),
+    "olmo3-7b": published("olmo3", 100_278, 32, 4096, 11_008, "32 32 128"),
+    "glm4-9b": published("glm4", 151_552, 40, 4096, 13_696, "32 2 128", **THETA),
+    "gemma3-12b": published("gemma3_text", 262_208, 48, 3840, 15_360, "16 8 256", sliding_window=1024),
+    "qwen3-30b-a3b": published("qwen3_moe", 151_936, 48, 2048, 6144, "32 4 128", **THETA, **QWEN_MOE),
+    "gpt-oss-20b": published("gpt_oss", 201_088, 24, 2880, 2880, "64 8 64", num_local_experts=32),
+    "gpt-oss-120b": published("gpt_oss", 201_088, 36, 2880, 2880, "64 8 64", num_local_experts=128),
 }
 TINY = dict(
     vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -64,27 +67,27 @@ SLOTS = 70_000
 LOGITS = 512  # rows of a pass that want logits; a prompt wants those of its last row
 
 
-def random_weights(config: ModelConfig, device: str, dtype: torch.dtype) -> Callable[[str], Any]:
+def random_weights(config: ModelConfig, device: str, dtype: torch.dtype) -> Callable[[str], Tensor | Blocks]:
     """A reader of random tensors. Experts of a layer are alike: what they cost does not depend on it."""
-    shapes, experts = dict(expected_shapes(config)), dict[tuple[int, ...], Any]()
+    shapes, experts = dict(expected_shapes(config)), dict[tuple[int, ...], Tensor | Blocks]()
 
-    def made(name: str, shape: tuple[int, ...]) -> Any:
+    def random(name: str) -> Tensor | Blocks:
+        shape = shapes[name]
         if ".experts." not in name or config.family != "gpt_oss":
             return torch.randn(shape, device=device, dtype=dtype) * 0.02
         raw = torch.randint(256, (shape[0], -(-shape[1] // 32), 17), device=device, dtype=torch.uint8)
         raw[..., 0] = 120  # the scale
         return Blocks(name, FORMATS[39], raw.flatten(1), shape[1])  # in MXFP4, as it is published
 
-    def read(name: str) -> Any:
+    def read(name: str) -> Tensor | Blocks:
         shape = shapes[name]
         if len(shape) < 2:
             return torch.ones(shape, device=device)
-        if ".experts." in name and shape in experts:
-            return experts[shape]
-        one = made(name, shape)
-        if ".experts." in name:
-            experts[shape] = one
-        return one
+        if ".experts." not in name:
+            return random(name)
+        if shape not in experts:
+            experts[shape] = random(name)
+        return experts[shape]
 
     return read
 
@@ -165,10 +168,9 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_grad_enabled(False)
     torch.manual_seed(1)
-    raw = SHAPES[given.shape] | (TINY if given.tiny else {})
-    config = config_from_json(raw)
+    config = config_from_json(SHAPES[given.shape] | (TINY if given.tiny else {}))
     given.vocab, cuda, dtype = config.vocab, given.device == "cuda", torch.bfloat16
-    given.slots = max(SLOTS, *given.prompts, 0) + 256 if cuda else 256
+    given.slots = max([SLOTS, *given.prompts]) + 256 if cuda else 256
     tables = rope_tables(config, config.context)
     kernels = GpuKernels(config, tables, device=given.device, weights=given.weights)
     model = DeviceDecoder(Decoder(config, random_weights(config, given.device, dtype), kernels))

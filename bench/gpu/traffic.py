@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.gpu.passes import random_weights
+from bench.gpu.passes import SHAPES, TINY, random_weights
 
 from outrider.control.guards import Guards
 from outrider.control.planner import Planner
@@ -36,15 +36,13 @@ from outrider.engine.engine import Engine
 from outrider.engine.graph_runner import GraphRunner, make_graph_runner
 from outrider.engine.kv_cache import make_kv_cache
 from outrider.engine.placement import PREFILL_SLOWDOWN, PREFILL_WAIT
-from outrider.load.config import LayerSpec, ModelConfig
+from outrider.load.families import config_from_json
 from outrider.model.decoder import Decoder, make_kernels
 from outrider.model.kernels.gpu.recording import Recorded
 from outrider.model.rope import rope_tables
 from outrider.settings import Settings, cache_folder
 from outrider.types import MAX_NODES, Request, SamplingParams
 
-LLAMA = dict(hidden=4096, vocab=128_256, specs=(LayerSpec(32, 8, 128, 14_336),) * 32)
-TINY = dict(hidden=32, vocab=96, specs=(LayerSpec(4, 2, 16, 48),) * 2)
 SECTIONS = ("grow", "prepare", "first", "plain", "long")
 WINDOW = 0.25  # seconds
 STEP_FIELDS = "decoding prompt_rows passes emitted target_s waited_s plan_s verify_s total_s graphs_captured"
@@ -63,8 +61,8 @@ class Numbers:
 
 
 def make_model(given: argparse.Namespace) -> Any:
-    shape = TINY if given.tiny else LLAMA
-    config = ModelConfig(family="llama", context=given.context, norm_eps=1e-5, tied=False, **shape)
+    raw = SHAPES["8b"] | (TINY if given.tiny else {}) | dict(max_position_embeddings=given.context)
+    config = config_from_json(raw)
     read = random_weights(config, given.device, torch.bfloat16 if given.device == "cuda" else torch.float32)
     positions = given.context + MAX_NODES + 1
     if given.device == "cpu":

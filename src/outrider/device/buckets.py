@@ -19,7 +19,7 @@ RUN_SECONDS, MANY, MANY_RUN_SECONDS = 0.006, 32, 0.02
 # Share of the device's time that it may wait for the host before steps have more passes. A pass of a longer step takes
 # the device 2 to 6 % longer (log/120).
 IDLE = 0.05
-# What a step says of that share, and what it takes from what is known of shorter steps.
+# Weight of a step in the average of that share, and by how much it reduces the averages of shorter ones (log/120).
 SMOOTHING, FADING = 1 / 32, 1 / 512
 # Rows packed by the host: few, or a multiple of what matmuls are padded to; and the most that a step is captured for
 # where it turns out to be needed.
@@ -173,9 +173,8 @@ class RunChoice:
 
     def __init__(self) -> None:
         self.passes: dict[int, int] = {}
-        self.idle: defaultdict[tuple[int, int], float] = defaultdict(
-            float
-        )  # share of time, by size and passes
+        # By size and passes: share of its time that the device waited, on average.
+        self.idle: defaultdict[tuple[int, int], float] = defaultdict(float)
 
     def choose(self, size: int, most: int) -> int:
         """At most `most` passes: no sequence has more tokens left."""
@@ -185,8 +184,6 @@ class RunChoice:
         """A step without drafts was settled `spent` seconds after the one before; the device took `device` of them.
         What shorter steps lost fades, so that they are tried again: the host may have less to do by then.
         """
-        if device <= 0:
-            return
         idle, longest = self.idle, longest_run(size, device / passes)
         found = min(max(spent / device - 1, 0.0), 1.0)
         idle[size, passes] += SMOOTHING * (found - idle[size, passes])
