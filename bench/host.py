@@ -99,9 +99,7 @@ class Clock:
 
 
 class Reckoned:
-    """A clock that the host and a device share: the processor's, without what the device's part took here and with
-    what the host waits.
-    """
+    """The processor's clock, without what the device's part took here and with what the host waits for it."""
 
     def __init__(self, away: Clock, slower: float) -> None:
         self.away, self.slower = away, slower
@@ -119,6 +117,8 @@ class Running:
     def __init__(self, clock: Reckoned, seconds: float) -> None:
         self.clock, self.took = clock, seconds
         self.ready = clock.free_at = max(clock.free_at, clock.perf_counter()) + seconds
+
+    done = property(lambda self: self.clock.perf_counter() >= self.ready)
 
     def wait(self) -> None:
         self.clock.waited += max(0.0, self.ready - self.clock.perf_counter())

@@ -351,7 +351,7 @@ FAULTS = [
           "serve/test_kv_events.py"),
     Fault("blocks published after an unknown parent", "serve/kv_events.py", "if above is None:", "if above == b'':",
           "serve/test_kv_events.py"),
-    Fault("evicted blocks not published", "cache/prefix.py", "self.watch.removed([evicted.number])", "pass",
+    Fault("evicted blocks not published", "cache/prefix.py", "self.watch.removed([node.number for node in evicted])", "pass",
           "serve/test_kv_events.py"),
     Fault("long steps of batches", "engine/scheduler.py", "not pause and self._answers_others:", "pause:",
           "engine/test_scheduler.py"),

@@ -10,7 +10,8 @@ import torch
 
 from outrider.control.costs import CostModel
 from outrider.control.guards import Guards
-from outrider.control.planner import Planner
+from outrider.control.planner import BASELINE, Planner
+from outrider.device.capture import Timer
 from outrider.draft.drafter import ResidentDrafter
 from outrider.draft.lookup import LookupDrafter
 from outrider.engine.engine import Engine
@@ -127,6 +128,7 @@ def make_engine(
     if lag is not None:
         engine.runner.runs.observe = lambda *_: None  # plain passes go by the clock otherwise
         engine.runner.finish = partial(waited_for, engine.runner.finish)
+        engine.runner.launch = partial(unfinished, engine.runner.launch)
     return engine, head
 
 
@@ -142,6 +144,17 @@ def pretend(costs: CostModel, record: StepRecord) -> None:
         group = record.sequences if record.captured is None else record.captured.size
         plain = not record.drafted if record.captured is None else record.captured.tree == NO_TREE
         own.baselines.since[group] = 0 if plain else own.baselines.since.get(group, 0) + 1
+
+
+class Unfinished(Timer):
+    done = False
+
+
+def unfinished(launch, *given) -> InFlightStep:
+    """The device is not done with the step when the host wants to settle it."""
+    step = launch(*given)
+    step.launched.timer.__class__ = Unfinished
+    return step
 
 
 def waited_for(finish, step: InFlightStep) -> list[Result]:
@@ -166,12 +179,15 @@ def run(engine: Engine, scripts: dict[str, list[int]], **options) -> list[StepRe
 
 
 def choices(results: list[StepResult], name: str) -> list[tuple[int, str]]:
-    """Step by step, how much of a request was written before, and who drafted."""
+    """Step by step, how much of a request was written before, and who drafted; without plain steps that are measured to
+    compare with.
+    """
     found, written = [], 0
     for result in results:
         for event in result.events:
             if event.request_id == name:
                 draft_plans = [o.draft_plan for o in result.record.outcomes if o.sequence.request.id == name]
-                found.append((written, draft_plans[0].drafter if draft_plans else "none"))
+                if not any(reason is BASELINE for reason in result.record.reasons):
+                    found.append((written, draft_plans[0].drafter if draft_plans else "none"))
                 written += len(event.token_ids)
     return found

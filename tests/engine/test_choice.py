@@ -80,13 +80,6 @@ def test_scores_bring_lookup_back_without_a_draft_of_its_own(lag) -> None:
 @LAGS
 def test_everybody_is_scored_by_turns_where_there_are_many(lag) -> None:
     engine, _ = make_engine(lag, right=0.0)
-    score = engine._shadow_scores
-
-    def unhurried(*given):
-        engine.score_s = 0.0  # else a busy machine has no time for scores
-        return score(*given)
-
-    engine._shadow_scores = unhurried
     many = 2 * MAX_SCORED + 3
     scripts = {f"{n}": [*novel(PROMPT, n), *novel(90, n + 500)] for n in range(many)}
     records = [result.record for result in run(engine, scripts)]

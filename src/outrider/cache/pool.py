@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +21,7 @@ class SlotPool:
         # A stack with the lowest slot on top, so that few sequences keep reusing the same memory.
         self._stack: Slots = np.arange(total - 1, -1, -1, dtype=np.int32)
         self.free = total
+        self._order = np.empty(total, np.int32)  # scratch of `drop_each`
 
     def take(self, n: int) -> Slots:
         """Returns n free slots, each with one reference."""
@@ -39,6 +42,19 @@ class SlotPool:
         loose = slots[self.refs[slots] == 0]
         self._stack[self.free : self.free + len(loose)] = loose[::-1]
         self.free += len(loose)
+
+    def drop_each(self, some: Sequence[Slots]) -> None:
+        """The same for several sets of slots, which may have slots in common."""
+        if len(some) == 1:
+            return self.drop(some[0])
+        slots = np.concatenate(some)
+        order = np.arange(len(slots), dtype=np.int32)
+        self._order[slots] = order
+        if np.array_equal(self._order[slots], order):  # all distinct, as nearly always
+            self.drop(slots)
+        else:
+            for one in some:
+                self.drop(one)
 
     def free_slots(self) -> Slots:
         return self._stack[: self.free]

@@ -73,12 +73,13 @@ class PrefixIndex:
 
     def evict(self, wanted: int) -> None:
         """Evicts blocks, least recently used first, until `wanted` slots are free or the index is empty."""
-        while self.pool.free < wanted and self.nodes:
-            # One block at a time: blocks of branched sequences may share slots, and `drop` wants distinct ones.
-            evicted = self.nodes.popitem(last=False)[1]
-            self.pool.drop(evicted.slots)
+        while (lacking := wanted - self.pool.free) > 0 and self.nodes:
+            # No more at once than are needed if all of their slots become free.
+            count = min(-(-lacking // BLOCK), len(self.nodes))
+            evicted = [self.nodes.popitem(last=False)[1] for _ in range(count)]
+            self.pool.drop_each([node.slots for node in evicted])
             if self.watch is not None:
-                self.watch.removed([evicted.number])
+                self.watch.removed([node.number for node in evicted])
 
     def clear(self) -> None:
         self.evict(self.pool.total + 1)

@@ -89,6 +89,10 @@ class Timer:
         if self.events:
             self.events[1].synchronize()
 
+    @property
+    def done(self) -> bool:
+        return not self.events or self.events[1].query()
+
     def seconds(self) -> float:
         if self.events:
             return self.events[0].elapsed_time(self.events[1]) / 1000

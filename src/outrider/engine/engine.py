@@ -71,7 +71,7 @@ class Engine:
         self.model, self.settings, self.text = model, settings, text
         self.cache, self.table, self.context = cache, cache.table, cache.context
         self.drafters, self.planner, self.runner = drafters, planner, runner
-        self.scores, self.turn, self.score_s = Scores(drafters), 0, 0.0
+        self.scores, self.turn = Scores(drafters), 0
         self.patience = 0  # tokens that scores pass over at most, where no device hides their time
         self.scheduler = Scheduler(cache.table, settings.step_rows)
         self.writers: dict[Sequence, Writer] = {}
@@ -223,6 +223,7 @@ class Engine:
 
     def _settle(self, step: InFlightStep) -> StepResult:
         """Commit what the target said, emit it, and record what it cost."""
+        scores = self._scores_meanwhile(step) if step.record.captured else None
         results = self.runner.finish(step)
         begun, self.settled_at = max(step.begun, self.settled_at), time.perf_counter()
         alive = [i for i, one in enumerate(step.work) if one.alive]
@@ -235,7 +236,7 @@ class Engine:
         if log.isEnabledFor(logging.DEBUG):
             _log_reasons(step, alive)
         committed = [self._commit(step, i, *results[i]) for i in alive]
-        record.shadow = self._shadow_scores(step, results, alive)
+        record.shadow = self._scores(step, results, alive) if scores is None else scores
         events = [event for event in committed if event is not None]
         record.emitted = sum(len(e.token_ids) for e in events)
         if alive:
@@ -261,32 +262,43 @@ class Engine:
         record.predicted += step.packed.predicted
         return record
 
-    def _shadow_scores(self, step: InFlightStep, results: list[Result], alive: list[int]) -> list[Outcome]:
-        """How model-free drafters would have done where they did not draft, for a few sequences in turn. Where the
-        device waits for the host, as it often does after prompts, nothing is scored.
+    def _scores_meanwhile(self, step: InFlightStep) -> list[Outcome]:
+        """How model-free drafters would have done where they do not draft, for a few sequences in turn, while the host
+        waits for this step.
         """
-        captured = step.record.captured
-        if captured is not None and (step.packed.work or step.record.waited_s < self.score_s):
-            return []
+        found, lead = list[Outcome](), step.record.captured.drafter if step.record.captured else ""
+        for name in self.drafters.model_free:
+            for _ in range(min(len(step.work), MAX_SCORED)):
+                if step.done:
+                    return found
+                self.turn = (self.turn + 1) % len(step.work)
+                one, plan = step.work[self.turn], step.draft_plans[self.turn]
+                ran = name in (lead, plan.drafter if plan.nodes else "")
+                if one.emits and one.alive and not ran and self._may_draft(name, one.sequence):
+                    scored = self.scores.score(name, one.sequence)
+                    found += [] if scored is None else [scored]
+        return found
+
+    def _scores(self, step: InFlightStep, results: list[Result], alive: list[int]) -> list[Outcome]:
+        """The same where no device hides it. It takes a small share of the time."""
         begun, found = time.perf_counter(), list[Outcome | None]()
-        patience = self.patience if captured is None else 0
         turns, self.turn = max(-(-len(alive) // MAX_SCORED), 1), self.turn + 1
         for name in self.drafters.model_free:
             for i in alive[self.turn % turns :: turns]:
                 (draft, verdict), sequence = results[i], step.work[i].sequence
-                asked = sequence.request.params.speculation
-                mine = asked.drafter == name or (asked.drafter is None and name in self.planner.choices)
-                lead = captured.drafter if captured else ""
-                ran = step.draft_plans[i].drafter == name and (draft or lead == name)
-                if verdict is not None and mine and not (asked.off or ran or sequence.finish_reason):
-                    found.append(self.scores.score(name, sequence, patience))
-        scored, seconds = [one for one in found if one is not None], time.perf_counter() - begun
-        if captured is not None:
-            self.score_s = seconds
-        elif scored:
-            each = seconds / len(scored)
+                ran = draft and step.draft_plans[i].drafter == name
+                if verdict is not None and not ran and self._may_draft(name, sequence):
+                    found.append(self.scores.score(name, sequence, self.patience))
+        scored = [one for one in found if one is not None]
+        if scored:
+            each = (time.perf_counter() - begun) / len(scored)
             self.patience = int(each * len(alive) / (PROBE_SHARE * step.record.total_s))
         return scored
+
+    def _may_draft(self, name: str, sequence: Sequence) -> bool:
+        asked = sequence.request.params.speculation
+        mine = asked.drafter == name or (asked.drafter is None and name in self.planner.choices)
+        return mine and not asked.off and sequence.finish_reason is None
 
     def _commit(self, step: InFlightStep, i: int, draft: Draft, verdict: Verdict | None) -> Event | None:
         """Commit to the KV cache: keep the accepted path, drop the rest of the draft. Then emit."""

@@ -93,6 +93,10 @@ class GraphStep(InFlightStep):
         here = set(self.resident)
         self.packed_places = [i for i in range(len(self.work)) if i not in here]
 
+    @property
+    def done(self) -> bool:
+        return self.launched is None or self.launched.timer.done
+
 
 class InFlightDrafts(NamedTuple):
     """Of a step in flight: who drafts for which rows, and the most tokens that rows bring with and without a draft."""

@@ -28,6 +28,11 @@ class InFlightStep:
     record: StepRecord  # what it costs, written as it runs
     ready: Any = None  # where a device lags: an event after which its logits can be read
 
+    @property
+    def done(self) -> bool:
+        """Whether finishing it does not wait for a device."""
+        return True
+
 
 class Preparation(Protocol):
     """Captures and measures steps ahead of requests. The defaults are of a device without captured steps."""

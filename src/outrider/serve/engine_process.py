@@ -1,8 +1,8 @@
 """The engine process: `python -m outrider.serve.engine_process FD`, started by backend.py.
 
-Three threads. The main one takes messages from the socket and turns requests into what the engine wants; the
-engine's own (driver.py) does nothing but steps; the third writes. Grammars are compiled in a small pool, so
-that a slow one holds up neither a step nor another request.
+Two threads. The main one takes messages from the socket and turns requests into what the engine wants; the engine's
+own (driver.py) does the steps and sends what comes of them. Grammars are compiled in a small pool, so that a slow one
+holds up neither a step nor another request.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import dataclasses
 import gc
 import logging
 import os
-import queue
 import signal
 import socket
 import sys
@@ -34,6 +33,7 @@ from outrider.load.child import become_child
 from outrider.model.decoder import kv_bytes
 from outrider.serve import link
 from outrider.serve.log import set_up_logging
+from outrider.serve.outbox import Outbox
 from outrider.settings import Settings
 from outrider.types import Event, Request, Sequence, StepDetail, StepRecord, TokenLogprob
 
@@ -74,15 +74,13 @@ class EngineProcess:
         self.given_up: set[str] = set()  # of those, the ones aborted meanwhile
         self.compilers = ThreadPoolExecutor(link.COMPILERS, thread_name_prefix="grammar")
         self.swaps = ThreadPoolExecutor(1, thread_name_prefix="draft")  # reads weights, beside the steps
-        self.outbox: queue.SimpleQueue[link.FromEngine | None] = queue.SimpleQueue()
-        self.writer = threading.Thread(target=self._write, name="writer", daemon=True)
+        self.outbox = Outbox(sock)
         self.next_check = self.next_words = 0.0
         self.over = False  # the API process hung up
 
     def run(self) -> None:
         self.llm.driver.observer = self._after_step
         self.llm.driver.on_failure = _die  # an idle engine has no listener
-        self.writer.start()
         self.outbox.put(self._ready())
         self.llm.driver.post(self._watch_preparation)
         self.compilers.submit(lambda: self.llm.compiler)  # it reads the vocabulary; better now than later
@@ -96,7 +94,7 @@ class EngineProcess:
             elif isinstance(message, link.Ping):
                 self.outbox.put(link.Pong())
         self.over = True
-        self.outbox.put(None)
+        self.outbox.close()
 
     def _watch_preparation(self) -> None:
         """On the engine's thread: reports when preparation ends."""
@@ -264,13 +262,6 @@ class EngineProcess:
             prefix_found=self.prefix["found"],
             unpaid=engine.planner.returns.unprofitable,
         )
-
-    def _write(self) -> None:
-        while (message := self.outbox.get()) is not None:
-            try:
-                self.sock.sendall(link.pack(message))
-            except OSError:
-                return  # the API process hung up; the main thread sees it too
 
     def _ready(self) -> link.Ready:
         llm, engine, config = self.llm, self.llm.engine, self.llm.model.config
