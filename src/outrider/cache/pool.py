@@ -45,16 +45,13 @@ class SlotPool:
 
     def drop_each(self, some: Sequence[Slots]) -> None:
         """The same for several sets of slots, which may have slots in common."""
-        if len(some) == 1:
-            return self.drop(some[0])
         slots = np.concatenate(some)
         order = np.arange(len(slots), dtype=np.int32)
         self._order[slots] = order
         if np.array_equal(self._order[slots], order):  # all distinct, as nearly always
-            self.drop(slots)
-        else:
-            for one in some:
-                self.drop(one)
+            some = [slots]
+        for one in some:
+            self.drop(one)
 
     def free_slots(self) -> Slots:
         return self._stack[: self.free]

@@ -255,7 +255,9 @@ class LLM:
         background: bool = False,
     ) -> Request:
         """A complete request: with an id, a seed, end ids and the token ids of its words."""
-        params = replace(params, speculation=self._speculation(params))
+        speculation = self._speculation(params)
+        if speculation != params.speculation:
+            params = replace(params, speculation=speculation)
         ends = () if params.ignore_eos else self.model.config.eos_ids
         words = {self._words_ids(form) for word in params.bad_words for form in (word, f" {word}")}
         return Request(
@@ -268,7 +270,7 @@ class LLM:
             bad_word_ids=tuple(words - {()}),
             stop_ids=frozenset((*ends, *params.stop_token_ids)),
             grammar=None if params.grammar is None else self.compiler.compile(params.grammar),
-            prediction_ids=self._words_ids(params.prediction or ""),
+            prediction_ids=self._words_ids(params.prediction) if params.prediction else (),
         )
 
     def _words_ids(self, text: str) -> tuple[int, ...]:
