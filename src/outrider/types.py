@@ -450,7 +450,8 @@ class StepRecord:
     # Made since the last step was settled, while a request waited.
     graphs_captured: int = 0
     kernels_compiled: int = 0
-    shadow: list[Outcome] = field(default_factory=list)  # of model-free drafters where they did not draft
+    # Of model-free drafters where they did not draft. Those of captured steps are known to the planner already.
+    shadow: list[Outcome] = field(default_factory=list)
     plan_cached: bool = False  # the plan was kept from an earlier step
     # Part of the total in which the host waited for the device; 0 where the device waited for the host.
     waited_s: float = 0.0

@@ -462,7 +462,7 @@ def test_model_free_drafters_are_probed_only_before_their_first_score() -> None:
     options = {"leads": ("lookup",), "model_free": ("lookup",)}
     assert kinds(planned(planner, "persistent", one, **options)) == ["probe"]
     planner.persistent.idle["lookup"] = 1e6
-    planner.observe(record(shadow=[outcome(one, "lookup", 2, 0)], tree=NO_TREE))
+    planner.scored(outcome(one, "lookup", 2, 0))
     assert kinds(planned(planner, "persistent", one, **options)) == ["below break-even"]
 
 

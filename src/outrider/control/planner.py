@@ -43,6 +43,7 @@ from outrider.types import (
     CapturedShape,
     DraftPlan,
     Options,
+    Outcome,
     Plan,
     Reason,
     Sequence,
@@ -416,15 +417,19 @@ class Planner:
                 self.rates.observe(o.sequence, o.draft_plan.drafter, o.deepest, accepted)
             if not o.sequence.finish_reason:  # else already forgotten
                 self.rates.note(o.sequence, o.draft_plan.drafter if o.drafted else "none")
-        for o in record.shadow:
-            if o.drafted or captured is not None:  # a captured step has rows for it, drafted or not
-                self.rates.observe(o.sequence, o.draft_plan.drafter, o.deepest, o.accepted)
+        for o in record.shadow if captured is None else ():
+            if o.drafted:
+                self.scored(o)
         if record.sequences > 1 and record.drafted:
             self.fairness.observe(record, self._longer(record))
         if self.returns.held and record.decodes_only and record.plain_s > 0:
             self.returns.observe(record)
         self.cache.observe(record)
         self._count_idle(record)
+
+    def scored(self, score: Outcome) -> None:
+        """What a drafter would have got. A captured step has rows for it, drafted or not."""
+        self.rates.observe(score.sequence, score.draft_plan.drafter, score.deepest, score.accepted)
 
     def _longer(self, record: StepRecord) -> float:
         """What drafts added to a step, in plain steps."""

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PLAIN: list[Origin] = ["plain"]  # where a token comes from that nothing drafted
 MAX_SCORED = 8  # sequences of a step with a shadow score
 
 
@@ -80,7 +81,6 @@ class Engine:
         self.settled_at = 0.0
         self.counts = runner.preparation.counts  # graphs captured and kernels compiled
         self.answerable = False  # without drafts, from captured steps
-        self.explained: set[Sequence] = set()  # whose step details were asked for
         self.kept_costs = kept_costs
 
     def add(self, request: Request) -> list[Sequence]:
@@ -99,8 +99,6 @@ class Engine:
             text = self.text(request.params.mark_special)
             self.writers[sequence] = Writer(text, request.params.stop, request.params.include_stop)
             self.drafters.start(sequence)
-            if request.params.speculation.explain:
-                self.explained.add(sequence)
         self.live[request.id] = list(choices)
         self.scheduler.add(choices)
         return choices
@@ -248,8 +246,9 @@ class Engine:
     def _record(self, step: InFlightStep, results: list[Result], alive: list[int]) -> StepRecord:
         """The step's record, with what came of the sequences that are alive."""
         record, captured = step.record, step.record.captured
-        # In captured plain passes the planner had no choice.
-        if captured is None or captured.drafter != "none" or step.packed.work:
+        # In captured plain passes, and of prompts beside them, the planner had no choice.
+        decoding = any(one.alive and not one.prompt_rows for one in step.packed.work)
+        if captured is None or captured.drafter != "none" or decoding:
             record.outcomes = [
                 _outcome_of(step.work[i].sequence, step.draft_plans[i], draft, verdict)
                 for i, (draft, verdict) in zip(alive, results, strict=True)
@@ -264,7 +263,7 @@ class Engine:
 
     def _scores_meanwhile(self, step: InFlightStep) -> list[Outcome]:
         """How model-free drafters would have done where they do not draft, for a few sequences in turn, while the host
-        waits for this step.
+        waits for this step. The planner learns them at once, as nothing else is to be done.
         """
         found, lead = list[Outcome](), step.record.captured.drafter if step.record.captured else ""
         for name in self.drafters.model_free:
@@ -276,7 +275,9 @@ class Engine:
                 ran = name in (lead, plan.drafter if plan.nodes else "")
                 if one.emits and one.alive and not ran and self._may_draft(name, one.sequence):
                     scored = self.scores.score(name, one.sequence)
-                    found += [] if scored is None else [scored]
+                    if scored is not None:
+                        self.planner.scored(scored)
+                        found.append(scored)
         return found
 
     def _scores(self, step: InFlightStep, results: list[Result], alive: list[int]) -> list[Outcome]:
@@ -307,8 +308,9 @@ class Engine:
         sequence, before = one.sequence, one.sequence.cached
         # Every token but the last has been fed: a draft token that was accepted, or one of several plain passes.
         fed = len(verdict.tokens) - 1 if verdict else 0
-        path = verdict.accepted if verdict and verdict.accepted else range(fed)
-        self.table.commit(sequence.row, before + one.known, path, one.drafted)
+        if one.drafted != fed:  # else everything stays
+            path = verdict.accepted if verdict and verdict.accepted else range(fed)
+            self.table.commit(sequence.row, before + one.known, path, one.drafted)
         sequence.cached = before + one.known + fed
         if before < sequence.prompt_len <= sequence.cached:
             self.scheduler.prompt_read(sequence)
@@ -316,27 +318,26 @@ class Engine:
 
     def _emit(self, sequence: Sequence, step: InFlightStep, i: int, draft: Draft, verdict: Verdict) -> Event:
         """Append the verdict's tokens, up to where the request ends, and make the event."""
-        draft_plan = step.draft_plans[i]
+        draft_plan, drafted = step.draft_plans[i], len(draft.tokens)
         text, taken = self._write(sequence, verdict.tokens)
-        emitted, origins = verdict.tokens[:taken], _origins_of(draft, verdict)[:taken]
+        emitted = verdict.tokens[:taken]
+        origins = _origins_of(draft, verdict)[:taken] if drafted else PLAIN * taken
         sequence.tokens += emitted
         sequence.origins += origins
-        drafted = len(draft.tokens)
         sequence.steps += 1 if drafted else taken
         sequence.ended = self.settled_at
-        sequence.first = sequence.first or sequence.ended
+        sequence.first = sequence.first or self.settled_at
         if drafted:
             held = origins.count("accepted")
             sequence.drafted += drafted
             sequence.accepted += held
             sequence.draft_counts.append((drafted, held))
             sequence.deepest = max(sequence.deepest, _deepest(draft))
-        logprobs = None
+        logprobs = detail = None
         if verdict.logprobs is not None:
             logprobs = tuple(verdict.logprobs[:taken])
             sequence.logprobs.extend(logprobs)
-        detail = None
-        if sequence in self.explained:
+        if sequence.request.params.speculation.explain:
             drafter, accepted = draft_plan.drafter if drafted else "none", tuple(verdict.accepted)
             origin, why = tuple(origins), step.record.reasons[i]
             detail = StepDetail(drafter, draft.tokens, draft.parents, accepted, origin, why)
@@ -367,7 +368,6 @@ class Engine:
     def _end(self, sequence: Sequence) -> None:
         self.drafters.stop(sequence)
         self.scores.stop(sequence)
-        self.explained.discard(sequence)
         self.planner.forget(sequence)
         self.scheduler.finish(sequence)
         del self.writers[sequence]
@@ -413,8 +413,6 @@ def _outcome_of(sequence: Sequence, draft_plan: DraftPlan, draft: Draft, verdict
 
 def _origins_of(draft: Draft, verdict: Verdict) -> list[Origin]:
     """Where each token came from: an accepted draft token, one recovered from the target, or its bonus at the end."""
-    if not draft.tokens:
-        return ["plain"] * len(verdict.tokens)
     last = verdict.accepted[-1] if verdict.accepted else -1
     ending: Origin = "recovered" if last in draft.parents else "bonus"
     accepted: list[Origin] = ["accepted"] * len(verdict.accepted)
