@@ -76,10 +76,12 @@ def test_a_pass_leaves_its_keys_and_values_rounded(
         expected = stored(whole, torch.int8)
         exact = whole.double() / whole.double().abs().amax(-1, keepdim=True) * 127
         assert ((packed[..., :-4].double() - exact).abs() <= 0.5 + 1e-4).all()  # a nearest number
-        assert torch.equal(
-            packed[..., :-4], expected[..., :-4]
-        )  # numbers, then scales: a division may differ
-        assert torch.allclose(widened(packed), widened(expected), rtol=1e-6)
+        # A device divides in its own way, so a number half-way between two may become either.
+        clear = ((exact - exact.floor()) - 0.5).abs() > 1e-4
+        assert clear.sum() > 0.9 * clear.numel()
+        assert torch.equal(packed[..., :-4][clear], expected[..., :-4][clear])
+        scales, wanted = (one[..., -4:].contiguous().view(torch.float32) for one in (packed, expected))
+        assert torch.allclose(scales, wanted, rtol=1e-6)
         assert packed[..., :-4].abs().amax() == 127
     assert (written[torch.int8][2] - written[HALF][2]).abs().mean() < 2e-2
 
