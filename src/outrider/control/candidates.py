@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from copy import copy
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from operator import itemgetter
 from typing import NamedTuple
@@ -98,15 +99,15 @@ class Estimates:
 
     def __init__(self, rates: AcceptanceRates, group: Group, names: Seq[str]) -> None:
         self.names = names
+        each = [(one, rates.by_sequence.get(one, {}), some) for one, some in zip(group.sequences, group.allowed)]
         self.rates = [
-            [rates.of(sequence, name) if name in allowed else NOT_ALLOWED for name in names]
-            for sequence, allowed in zip(group.sequences, group.allowed, strict=True)
+            [(own.get(name) or rates.of(one, name)) if name in some else NOT_ALLOWED for name in names]
+            for one, own, some in each
         ]
-        table = np.array(
-            [[(r.first, r.next, r.whole, r.whole_weight, r.idle) for r in own] for own in self.rates]
-        )
+        numbers = [(r.first, r.next, r.whole, r.whole_weight, r.idle) for own in self.rates for r in own]
+        table = np.fromiter(chain.from_iterable(numbers), np.float64).reshape(-1, len(names), 5)
         self.first, self.next, self.whole, self.weight, idle = np.moveaxis(table, 2, 0)
-        self.allowed = np.array([[rate is not NOT_ALLOWED for rate in own] for own in self.rates])
+        self.allowed = np.array([[name in some for name in names] for _, _, some in each])
         # A sequence keeps its drafter unless another one is clearly better.
         self.preference = np.where(idle == 0, 1 + MARGIN, 1.0)
 
@@ -117,6 +118,8 @@ class Estimates:
 
     def only(self, names: Seq[str]) -> Estimates:
         """Of these drafters alone."""
+        if tuple(names) == tuple(self.names):
+            return self
         some = copy(self)
         at = [self.names.index(name) for name in names]
         some.names, some.rates = names, [[own[i] for i in at] for own in self.rates]
