@@ -30,6 +30,7 @@ from outrider.model.kernels.gpu.matmul import (
     kernel_options,
     linear_twin,
     one_segment,
+    outputs_of,
     segments,
     weight_rows,
 )
@@ -47,14 +48,15 @@ def _experts_kernel(
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
-    GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr,
-    CHAIN: tl.constexpr,
+    GATED: tl.constexpr, PAIRED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ROUGH: tl.constexpr,
+    ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
-    blocks = tl.cdiv(outputs, OUTPUTS)
+    made: tl.constexpr = OUTPUTS // 2 if PAIRED else OUTPUTS
+    blocks = tl.cdiv(outputs, made)
     tile = tl.program_id(0) // blocks
     part = tl.program_id(1)
-    n = tl.program_id(0) % blocks * OUTPUTS + tl.arange(0, OUTPUTS)
+    n, side = outputs_of(tl.program_id(0) % blocks, OUTPUTS, PAIRED)
     lane = tl.arange(0, LANES)
     await_previous(CHAIN)
     count = tl.load(counts + lane, mask=lane < EXPERTS, other=0)
@@ -73,24 +75,30 @@ def _experts_kernel(
     own = weight + expert.to(tl.int64) * expert_size
     w_rows, block = weight_rows(own, n, outputs, width, HIGH, DEPTH, KIND, IN_ONE)
     u_rows = w_rows + half
+    if PAIRED:
+        w_rows += (side.to(tl.int64) * half)[:, None]
     s_rows = scales
     t_rows = scales
     if KIND != "bfloat16":
         s_rows = scales + expert.to(tl.int64) * expert_scales
         s_rows += block * (HIGH * (width // DEPTH if GROUPED else 1)) + n % HIGH
+        if PAIRED:
+            s_rows += side * scales_half
         t_rows = s_rows + scales_half
     if BIASED:
-        bias += expert.to(tl.int64) * (outputs * (2 if GATED else 1))
+        bias += expert.to(tl.int64) * (outputs * (2 if GATED or PAIRED else 1))
     first = part * SEGMENT
     acc, up = one_segment(
         x_rows, there, w_rows, u_rows, s_rows, t_rows, first, tl.minimum(first + SEGMENT, width), inputs,
-        ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
+        ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN, ROUGH,
     )  # fmt: skip
     acc = finished(
-        acc, up, bias, part, n, x_rows, there, w_rows, u_rows, s_rows, t_rows, outputs, inputs, width,
-        SEGMENT, SEGMENTS, SPREAD, ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, BIASED, EVEN,
-        ACTIVATION, CLAMP, out.dtype.element_ty,
+        acc, up, bias, part, n, side, x_rows, there, w_rows, u_rows, s_rows, t_rows, outputs, inputs, width,
+        SEGMENT, SEGMENTS, SPREAD, ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, PAIRED, BIASED,
+        EVEN, ROUGH, ACTIVATION, CLAMP, out.dtype.element_ty,
     )  # fmt: skip
+    if PAIRED:
+        n = tl.program_id(0) % blocks * made + tl.arange(0, made)
     to = out + (part.to(tl.int64) * all_pairs + pair)[None, :] * outputs + n[:, None]
     tl.store(to, acc.to(out.dtype.element_ty), mask=tl.trans(there) & (n < outputs)[:, None])
 
@@ -144,7 +152,7 @@ def multiply_experts(
     if not tiles:
         return
     data, scales = weight.data, weight.scales
-    _experts_kernel[(tiles * triton.cdiv(weight.outputs, tile.outputs), parts)](
+    _experts_kernel[(tiles * triton.cdiv(weight.outputs, tile.made), parts)](
         x, data, scales, bias, out, plan.pairs, plan.counts, rows, weight.outputs, weight.inputs, weight.width,
         data.stride(0), 0 if scales is None else scales.stride(0), weight.blocks * data.stride(1),
         0 if scales is None else weight.blocks * scales.stride(1), pairs,
