@@ -111,7 +111,9 @@ def test_weights_read_by_descriptor_give_the_same_bits(device: str, gated: bool)
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize(("inputs", "pieces", "ahead"), [(192, 1, 0), (700, 2, 0), (704, 2, 64), (448, 1, 64)])
+@pytest.mark.parametrize(
+    ("inputs", "pieces", "ahead"), [(192, 1, 0), (700, 2, 0), (704, 2, 64), (448, 1, 64)]
+)
 @pytest.mark.parametrize("described", [False, True])
 def test_the_last_step_may_go_on_after_its_segment(
     device: str, inputs: int, pieces: int, ahead: int, described: bool

@@ -44,7 +44,7 @@ LOWEST, TALLEST = 16, 128  # rows of a tile
 def _experts_kernel(
     x, weight, scales, bias, out, pairs, counts, rows, outputs, inputs, width, half, scales_half, expert_size,
     expert_scales, all_pairs,
-    EXPERTS: tl.constexpr, LANES: tl.constexpr, TOP: tl.constexpr,
+    EXPERTS: tl.constexpr, LANES: tl.constexpr, TOP: tl.constexpr, SINGLE: tl.constexpr,
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
@@ -57,19 +57,28 @@ def _experts_kernel(
     tile = tl.program_id(0) // blocks
     part = tl.program_id(1)
     n, side = outputs_of(tl.program_id(0) % blocks, OUTPUTS, PAIRED)
-    lane = tl.arange(0, LANES)
+    at = tl.arange(0, ROWS)
     await_previous(CHAIN)
-    count = tl.load(counts + lane, mask=lane < EXPERTS, other=0)
-    tiles = (count + (ROWS - 1)) // ROWS
-    ends = tl.cumsum(tiles, 0)
-    expert = tl.sum((ends <= tile).to(tl.int32), 0)
-    mine = lane == expert
-    first_row = (tile - tl.sum(tl.where(mine, ends - tiles, 0), 0)) * ROWS
-    last_row = tl.sum(tl.where(mine, count, 0), 0)
+    if SINGLE:  # a tile is a pair of the only row
+        expert = tl.load(counts + tile)
+        first_row = 0
+        last_row = (expert >= 0).to(tl.int32)
+    else:
+        lane = tl.arange(0, LANES)
+        count = tl.load(counts + lane, mask=lane < EXPERTS, other=0)
+        tiles = (count + (ROWS - 1)) // ROWS
+        ends = tl.cumsum(tiles, 0)
+        expert = tl.sum((ends <= tile).to(tl.int32), 0)
+        mine = lane == expert
+        first_row = (tile - tl.sum(tl.where(mine, ends - tiles, 0), 0)) * ROWS
+        last_row = tl.sum(tl.where(mine, count, 0), 0)
     if first_row >= last_row:
         return
-    at = first_row + tl.arange(0, ROWS)
-    pair = tl.load(pairs + expert.to(tl.int64) * rows + at, mask=at < last_row, other=0)
+    at += first_row
+    if SINGLE:
+        pair = tile + at
+    else:
+        pair = tl.load(pairs + expert.to(tl.int64) * rows + at, mask=at < last_row, other=0)
     there = (at < last_row)[:, None]
     x_rows = x + (pair // TOP).to(tl.int64)[:, None] * inputs
     own = weight + expert.to(tl.int64) * expert_size
@@ -140,7 +149,7 @@ def multiply_experts(
     """Row `pair // top` of x by its expert's weight into row `pair` of out [parts, pairs, outputs], for every pair that
     is scheduled; other rows stay as they are.
     """
-    experts, rows = plan.pairs.shape
+    experts, rows = weight.experts if plan.single else len(plan.pairs), plan.rows
     parts = segments(weight) if tile.spread else 1
     if out.shape[::2] != (parts, weight.outputs) or x.shape[1] != weight.inputs or weight.experts != experts:
         raise ValueError(
@@ -156,7 +165,7 @@ def multiply_experts(
         x, data, scales, bias, out, plan.pairs, plan.counts, rows, weight.outputs, weight.inputs, weight.width,
         data.stride(0), 0 if scales is None else scales.stride(0), weight.blocks * data.stride(1),
         0 if scales is None else weight.blocks * scales.stride(1), pairs,
-        EXPERTS=experts, LANES=triton.next_power_of_2(experts), TOP=top,
+        EXPERTS=experts, LANES=triton.next_power_of_2(experts), TOP=top, SINGLE=plan.single,
         **kernel_options(weight, bias, segments(weight), tile), **chained(),
     )  # fmt: skip
 
@@ -165,7 +174,7 @@ def gated_experts(
     x: Tensor, weight: Packed, bias: Tensor | None, plan: Schedule, top: int, tile: Tile | None = None
 ) -> Tensor:
     """activation(gate) * up of each pair -> [R * top, outputs] in x's dtype. x has a row for each row or each pair."""
-    rows = plan.pairs.shape[1]
+    rows = plan.rows
     out = x.new_empty((1, rows * top, weight.outputs))
     each = top if len(x) == rows else 1
     multiply_experts(x, weight, bias, plan, each, out, tile or choose_tile(weight, rows, top))
@@ -176,7 +185,7 @@ def expert_parts(
     act: Tensor, weight: Packed, bias: Tensor | None, plan: Schedule, tile: Tile | None = None
 ) -> Tensor:
     """Each pair's row by its expert's weight -> [parts, R * top, outputs] float32, not yet added."""
-    rows = plan.pairs.shape[1]
+    rows = plan.rows
     tile = tile or choose_tile(weight, rows, len(act) // max(rows, 1))
     parts = segments(weight) if tile.spread else 1
     out = act.new_empty((parts, len(act), weight.outputs), dtype=torch.float32)
