@@ -132,6 +132,16 @@ def test_the_last_step_may_go_on_after_its_segment(
         assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("count", [1, 64])
+@pytest.mark.parametrize(("outputs", "inputs"), [(2880, 4096), (5120, 2880), (3840, 4096), (4096, 4096)])
+def test_all_blocks_of_few_rows_start_at_once(
+    count: int, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "chained", lambda: {"CHAIN": True})
+    weight = matmul.room_for(1, outputs, inputs, "bfloat16", HALF, "meta")
+    assert matmul.all_start(weight, matmul.choose_tile(weight, count))
+
+
 @pytest.mark.parametrize("outputs", [32, 64, 128])
 @pytest.mark.parametrize("kind", ["bfloat16", "fp8"])
 def test_a_gate_and_its_up_in_one_tile_give_the_same_bits(device: str, outputs: int, kind: str) -> None:

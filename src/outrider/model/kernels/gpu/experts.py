@@ -75,9 +75,8 @@ def _experts_kernel(
     if first_row >= last_row:
         return
     at += first_row
-    if SINGLE:
-        pair = tile + at
-    else:
+    pair = tile + at
+    if not SINGLE:
         pair = tl.load(pairs + expert.to(tl.int64) * rows + at, mask=at < last_row, other=0)
     there = (at < last_row)[:, None]
     x_rows = x + (pair // TOP).to(tl.int64)[:, None] * inputs
@@ -130,14 +129,20 @@ def choose_tile(weight: Packed, rows: int, top: int) -> Tile:
     if weight.kind == mxfp4.KIND:
         return _exact_tile(weight, tall, spread)
     if tall < TALLEST:
-        return Tile(tall, 64, weight.depth, 4, 3 if tall == 64 and not weight.gated else 4, spread)
+        return Tile(tall, 64, weight.step, 4, 3 if tall == 64 and not weight.gated else 4, spread)
     if weight.kind in KINDS:
         return Tile(64, 128, weight.depth, 8, 4 if weight.gated else 3, spread)
     return Tile(TALLEST, 128, 64, 8, 4, spread)
 
 
 def _exact_tile(weight: Packed, tall: int, spread: bool) -> Tile:
-    """Of experts in MXFP4, whose numbers are made in registers."""
+    """Of experts in MXFP4, whose numbers are made in registers.
+
+    For few rows that takes as long as reading: two tiles a step share the instructions around them, and a tile of gates
+    with their ups makes twice as many blocks, which multiprocessors share more evenly.
+    """
+    if tall == LOWEST:
+        return Tile(tall, 64, 2 * mxfp4.DEPTH, 4, 3, spread, paired=weight.gated)
     if tall <= 64:
         return Tile(tall, 64, mxfp4.DEPTH, 4, 4, spread)
     return Tile(64, 128, mxfp4.DEPTH, 8, 4, spread)

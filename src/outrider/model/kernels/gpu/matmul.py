@@ -48,6 +48,11 @@ WIDEST_CUT = 8192  # outputs of a weight that has segments at all
 ENOUGH_UNSPREAD = 96  # blocks of a tile of up to 64 rows that do as well alone
 LARGE = 64  # blocks of a plain weight: few rows lose nothing by fewer segments, and sums of many rows are read sooner
 SPREAD_ROWS = 2048  # up to which partial sums are worth their memory
+MULTIPROCESSORS, SHARED, RESERVED = (
+    132,
+    228 << 10,
+    1 << 10,
+)  # of a Hopper GPU: bytes of each, and those kept from a block
 AT_ONCE = 64  # blocks of HIGH outputs that are packed together; more would only take more memory
 
 
@@ -79,6 +84,11 @@ class Packed:
         """Inputs of a tile."""
         stored = self.data.shape[4] * _inputs_in_one(self.kind)
         return stored if self.kind in KINDS else _tile_depth(stored)
+
+    @property
+    def step(self) -> int:
+        """Inputs that a block reads at a time, for few rows."""
+        return self.depth if self.kind in KINDS else min(128, self.width)
 
     @property
     def width(self) -> int:
@@ -232,7 +242,7 @@ class Tile:
     spread: bool = False
     ahead: int = 0  # inputs whose weights are read before the kernel before this one has ended
     described: bool = False  # a plain weight read through a tensor descriptor, HIGH outputs at a time
-    paired: bool = False  # half of a gated weight's tile is of the gate and half of the up, so that one product makes both
+    paired: bool = False  # a gated weight: half of a tile is of the gate, half of the up
 
     @property
     def made(self) -> int:
@@ -498,7 +508,7 @@ def choose_tile(weight: Packed, rows: int) -> Tile:
     """The quickest of the tiles that were measured (LOG.md)."""
     if weight.kind in KINDS:
         return _quantised_tile(weight, rows)
-    deep, gated, few = weight.depth, weight.gated, segments(weight) > 1
+    gated, few = weight.gated, segments(weight) > 1
     if rows <= 16:
         return _waiting_tile(weight)
     if rows <= 64:
@@ -506,7 +516,7 @@ def choose_tile(weight: Packed, rows: int) -> Tile:
     spread = few and rows <= SPREAD_ROWS
     pieces = segments(weight) if spread else 1
     if pieces * -(-weight.outputs // 128) * -(-rows // 128) < ENOUGH_BLOCKS * 3 // 4:
-        return Tile(64, 64, deep, 4, 4 if gated else 3, spread)
+        return Tile(64, 64, weight.step, 4, 4 if gated else 3, spread)
     if few > spread or (gated and not 128 < rows <= 192):
         return Tile(128, 128, 64, 8, 4)  # two sums an output: with fewer warps they do not fit into registers
     if rows > 128:
@@ -520,9 +530,9 @@ def _waiting_tile(weight: Packed) -> Tile:
     """
     pieces, large = segments(weight), weight.outputs >= HIGH * LARGE
     if weight.gated:
-        return Tile(16, 64, weight.depth, 4, 3)  # two blocks to a multiprocessor
+        return Tile(16, 64, weight.step, 4, 3)  # two blocks to a multiprocessor
     if weight.outputs > WIDEST_CUT:
-        return Tile(16, 64, weight.depth, 4, 4, described=True)
+        return Tile(16, 64, weight.step, 4, 4, described=True)
     if pieces == 1 and large:
         stages, ahead = 5, 512
     elif weight.inputs > 2 * weight.outputs:
@@ -536,7 +546,18 @@ def _waiting_tile(weight: Packed) -> Tile:
         stages, ahead = 5, 512
     if not _fits(weight, ahead):
         stages, ahead = 4, 0
-    return Tile(16, 64, weight.depth, 4, stages, pieces > 1, ahead)
+    tile = Tile(16, 64, weight.step, 4, stages, pieces > 1, ahead)
+    for fewer in (256, 0):
+        if not all_start(weight, tile):
+            tile = replace(tile, stages=3, ahead=fewer if _fits(weight, fewer) else 0)
+    return tile
+
+
+def all_start(weight: Packed, tile: Tile) -> bool:
+    """Whether there is room for all blocks of few rows at once. A few that have to wait take as long as all others."""
+    blocks = segments(weight) * -(-weight.outputs // tile.made)
+    taken = 2 * (tile.stages * (tile.rows + tile.outputs) * tile.inputs + tile.ahead * tile.outputs)
+    return -(-blocks // MULTIPROCESSORS) * (taken + RESERVED) <= SHARED
 
 
 def _reading_tile(weight: Packed, rows: int) -> Tile:
@@ -544,15 +565,17 @@ def _reading_tile(weight: Packed, rows: int) -> Tile:
     pieces = segments(weight)
     if not weight.gated and HIGH * LARGE <= weight.outputs <= WIDEST_CUT:
         if pieces == 1:
-            return Tile(rows, 64, weight.depth, 4, 5, described=True)
+            return Tile(rows, 64, weight.step, 4, 5, described=True)
         # A block to a multiprocessor has room for more stages than two have.
         if rows == 64 or weight.inputs > 2 * weight.outputs:
-            return Tile(rows, 64, weight.depth, 4, 5, True, described=True)
+            tile = Tile(rows, 64, weight.step, 4, 5, True, described=True)
+            return tile if all_start(weight, tile) else replace(tile, stages=3)
     if weight.gated and rows <= 32:
-        return Tile(rows, 64, weight.depth, 4, 3)
+        return Tile(rows, 64, weight.step, 4, 3)
     ahead = 256 if pieces > 1 and weight.inputs <= 2 * weight.outputs and _fits(weight, 256) else 0
     stages = 4 if weight.gated or rows == 32 else 3
-    return Tile(rows, 64, weight.depth, 4, stages, pieces > 1, ahead, described=not ahead)
+    tile = Tile(rows, 64, weight.step, 4, stages, pieces > 1, ahead, described=not ahead)
+    return replace(tile, ahead=0, described=True) if ahead and not all_start(weight, tile) else tile
 
 
 def _fits(weight: Packed, ahead: int) -> bool:
