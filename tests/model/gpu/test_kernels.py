@@ -168,6 +168,8 @@ def test_tiles_that_a_kernel_cannot_have_are_refused(device: str) -> None:
     ):
         with pytest.raises(ValueError, match="descriptor"):
             matmul.launch_multiply(x, one, None, out, 1, tile)
+    with pytest.raises(ValueError, match="gate"):
+        matmul.launch_multiply(x, weight, None, out, 1, matmul.Tile(16, 64, 128, 4, 2, paired=True))
 
 
 @pytest.mark.parametrize(("outputs", "depth"), [(64, 64), (128, 128), (128, 64)])

@@ -83,7 +83,7 @@ class Packed:
     def depth(self) -> int:
         """Inputs of a tile."""
         stored = self.data.shape[4] * _inputs_in_one(self.kind)
-        return stored if self.kind in KINDS else _tile_depth(stored)
+        return _tile_depth(stored) if self.scales is None else stored
 
     @property
     def step(self) -> int:
@@ -638,10 +638,15 @@ def launch_multiply(
 
 
 def check_steps(weight: Packed, pieces: int, tile: Tile) -> None:
-    ends = (weight.width, segment_length(weight.width, pieces) if pieces > 1 else 0)
+    """Whether a tile fits. In fewer bits a step must not go on after a segment, nor (but for MXFP4) after the row."""
     if tile.paired and (not weight.gated or tile.made > HIGH):
-        raise ValueError(f"tiles of {tile.made} gates and as many ups are of gated weights, up to {HIGH}")
-    if weight.kind in KINDS and (tile.inputs % weight.depth or any(end % tile.inputs for end in ends)):
+        raise ValueError(f"tiles of a gate and its up are of gated weights, up to {HIGH} of each")
+    if weight.scales is None:
+        return
+    ends = [segment_length(weight.width, pieces)] if pieces > 1 else []
+    if weight.kind in KINDS:
+        ends.append(weight.width)
+    if tile.inputs % weight.depth or any(end % tile.inputs for end in ends):
         raise ValueError(
             f"steps of {tile.inputs} do not fit {weight.width} inputs in tiles of {weight.depth}"
         )
@@ -665,13 +670,17 @@ def kernel_arguments(
 
 def kernel_options(weight: Packed, bias: Tensor | None, pieces: int, tile: Tile) -> dict[str, Any]:
     scales = weight.scales
-    rough = weight.width % tile.inputs > 0 or tile.ahead % tile.inputs > 0
+    length = segment_length(weight.width, pieces)
+    # Whether a step goes on after the row, or after what a block has of it: in fewer bits only the row's end is rough.
+    over = weight.width % tile.inputs > 0
+    rough = over or tile.ahead % tile.inputs > 0 or (pieces > 1 and length % tile.inputs > 0)
+    plain = weight.data.dtype.is_floating_point
     return dict(
-        SEGMENT=segment_length(weight.width, pieces), SEGMENTS=pieces, SPREAD=tile.spread,
+        SEGMENT=length, SEGMENTS=pieces, SPREAD=tile.spread,
         ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, HIGH=HIGH, DEPTH=weight.depth,
         KIND=weight.kind, IN_ONE=_inputs_in_one(weight.kind), GROUPED=scales is not None and scales.shape[2] > 1,
         GATED=weight.gated and not tile.paired, PAIRED=tile.paired, BIASED=bias is not None,
-        EVEN=weight.inputs == weight.width, ROUGH=rough and weight.kind == "bfloat16",
+        EVEN=weight.inputs == weight.width and (plain or not over), ROUGH=rough and plain,
         ACTIVATION=weight.activation, CLAMP=weight.clamp,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -55,8 +55,11 @@ def repacked(raw: Tensor, width: int) -> tuple[Tensor, Tensor]:
     sign, size = n >> 3, n & 7
     halves = (sign << 15 | size << 6).long()
     pieces = halves[..., 0] | halves[..., 1] << 16
-    words = sum(_turned(pieces[:, :, i], 32 - by) for i, by in enumerate(WHOLE))
-    words += sum(_turned(pieces[:, :, 3] & mask, 32 - by) for by, mask in APART)
+    words = torch.zeros_like(pieces[:, :, 0])
+    for i, by in enumerate(WHOLE):
+        words |= _turned(pieces[:, :, i], 32 - by)
+    for by, mask in APART:
+        words |= _turned(pieces[:, :, 3] & mask, 32 - by)
     words = (words - (words >> 31 << 32)).int()
     lifted = F.pad(blocks[..., 0].int() + LIFT, (0, width // PIECE - blocks.shape[1]))
     scales = sum(one << 8 * i for i, one in enumerate(lifted.unflatten(1, (-1, PIECES)).unbind(-1)))
@@ -66,12 +69,13 @@ def repacked(raw: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def dequantised(words: Tensor, scales: Tensor) -> Tensor:
     """What `repacked` gave -> float32 [R, inputs]."""
     pieces = [_turned(words, by) & NUMBERS for by in WHOLE]
-    pieces.append(sum(_turned(words, by) & mask for by, mask in APART))
+    one, other = (_turned(words, by) & mask for by, mask in APART)
+    pieces.append(one | other)
     both = torch.stack([torch.stack([one & 0xFFFF, one >> 16], -1).flatten(-2) for one in pieces], -2)
     numbers = (both.int() << 16).view(torch.float32)  # times 2^-126, as bfloat16 of these bits are
     exponents = torch.stack([scales >> 8 * i & 255 for i in range(PIECES)], -1)
-    one = torch.ones(exponents.shape, dtype=torch.float64, device=words.device)
-    return (numbers.double() * torch.ldexp(one, exponents - 127)[..., None]).float().flatten(1)
+    ones = torch.ones(exponents.shape, dtype=torch.float64, device=words.device)
+    return (numbers.double() * torch.ldexp(ones, exponents - 127)[..., None]).float().flatten(1)
 
 
 def _turned(words: Tensor, by: int) -> Tensor:
