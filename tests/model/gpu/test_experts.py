@@ -25,6 +25,7 @@ from outrider.model.kernels.gpu.experts import (
     experts_twin,
     gated_experts,
     most_tiles,
+    multiply_experts,
 )
 from outrider.model.kernels.gpu.matmul import Packed, Tile
 from outrider.model.kernels.gpu.routing import (
@@ -34,6 +35,7 @@ from outrider.model.kernels.gpu.routing import (
     choose,
     choose_twin,
     schedule,
+    schedule_one,
     schedule_twin,
 )
 from outrider.model.kernels.gpu.rows import ExpertParts, add_and_norm, add_and_norm_twin
@@ -238,6 +240,31 @@ def test_a_needle_among_63_others(device: str, others: str) -> None:
         if device == "cuda":
             tile = Tile(tall, 64, 64, 4, 2)
             assert torch.equal(down(x, routed(chosen, device))[needle], alone[0])
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_row_alone_needs_no_schedule(device: str, paired: bool) -> None:
+    """Its choice has all that one says, and the count of its experts; a row of padding goes nowhere."""
+    how = Experts(8, 3, 32)
+    weights = packed_experts(8, 64, 64, 2, device), packed_experts(8, 64, 64, 1, device)
+    for padding in ((), (0,)):
+        touched = [off(device) for _ in range(2)]
+        given = noise(1, 1, 8).to(device), None, how, slots_of(1, device, padding), PADDING, off(device)
+        choice = choose(*given, touched[0])
+        plans = schedule_one(choice), schedule(choice, 8, touched[1])
+        assert torch.equal(*touched)
+        made = []
+        for plan in plans:
+            act = gated_experts(
+                noise(1, 64, seed=6).to(HALF).to(device), weights[0], None, plan, 3,
+                Tile(16, 64, 64, 4, 2, paired=paired),
+            )  # fmt: skip
+            out = torch.zeros((1, 3, 64), device=device)
+            multiply_experts(act, weights[1], None, plan, 1, out, Tile(16, 64, 64, 4, 2))
+            made.append(out)
+        assert torch.equal(*made) and bool(made[0].any()) == (not padding)
+    with pytest.raises(ValueError, match="schedule"):
+        choose(noise(1, 2, 8), None, how, slots_of(2, "cpu"), PADDING, off("cpu"), off("cpu"))
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])

@@ -233,7 +233,12 @@ def test_scales_at_both_ends() -> None:
     assert not mxfp4.fits(blocks) and not mxfp4.fits(raw)
 
 
-SHAPES = [(96, 96, 2, True), (64, 1120, 1, True), (72, 64, 1, False)]  # outputs, inputs, halves, bias
+SHAPES = [
+    (96, 96, 2, True),
+    (64, 1120, 1, True),
+    (72, 64, 1, False),
+    (64, 640, 2, False),
+]  # outputs, inputs, halves, bias
 
 
 @pytest.mark.parametrize(("outputs", "inputs", "halves", "biased"), SHAPES)

@@ -111,6 +111,53 @@ def test_weights_read_by_descriptor_give_the_same_bits(device: str, gated: bool)
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "pieces", "ahead"), [(192, 1, 0), (700, 2, 0), (704, 2, 64), (448, 1, 64)]
+)
+@pytest.mark.parametrize("described", [False, True])
+def test_the_last_step_may_go_on_after_its_segment(
+    device: str, inputs: int, pieces: int, ahead: int, described: bool
+) -> None:
+    """There it has zeros, whatever lies behind: other rows' weights, or nothing."""
+    x = noise(5, inputs, seed=2).to(HALF).to(device)
+    weight = matmul.pack(noise(64, inputs).to(HALF).to(device))
+    results = []
+    for depth, early, how in ((64, 0, False), (128, 0 if described else ahead, described)):
+        out = torch.full((pieces, 5, 64), torch.nan, device=device)
+        tile = matmul.Tile(16, 64, depth, 4, 2, pieces > 1, early, described=how)
+        matmul.launch_multiply(x, weight, None, out, pieces, tile)
+        results.append(out)
+    assert furthest(*results) < 1e-5
+    if device == "cuda":  # numpy, behind the interpreter, has an order of its own for each shape
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("count", [1, 64])
+@pytest.mark.parametrize(("outputs", "inputs"), [(2880, 4096), (5120, 2880), (3840, 4096), (4096, 4096)])
+def test_all_blocks_of_few_rows_start_at_once(
+    count: int, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "chained", lambda: {"CHAIN": True})
+    weight = matmul.room_for(1, outputs, inputs, "bfloat16", HALF, "meta")
+    assert matmul.all_start(weight, matmul.choose_tile(weight, count))
+
+
+@pytest.mark.parametrize("outputs", [32, 64, 128])
+@pytest.mark.parametrize("kind", ["bfloat16", "fp8"])
+def test_a_gate_and_its_up_in_one_tile_give_the_same_bits(device: str, outputs: int, kind: str) -> None:
+    weight = matmul.pack(*noise(2 * 200, 256).to(HALF).to(device).chunk(2), kind=kind)
+    x, bias = noise(20, 256, seed=2).to(HALF).to(device), noise(400, seed=1).to(device)
+    results = []
+    for paired in (False, True):
+        out = torch.full((1, 20, 200), torch.nan, device=device, dtype=HALF)
+        tile = matmul.Tile(32, outputs, 128, 4, 2, paired=paired)
+        matmul.launch_multiply(x, weight, bias, out, 1, tile)
+        results.append(out)
+    assert furthest(*(one.float() for one in results)) < 1e-2
+    if device == "cuda":
+        assert torch.equal(*results)
+
+
 def test_tiles_that_a_kernel_cannot_have_are_refused(device: str) -> None:
     weight, fewer = matmul.pack(noise(64, 256).to(HALF)), matmul.pack(noise(64, 256), kind="int8")
     x, out = noise(1, 256).to(HALF), torch.empty(1, 1, 64)
@@ -121,6 +168,8 @@ def test_tiles_that_a_kernel_cannot_have_are_refused(device: str) -> None:
     ):
         with pytest.raises(ValueError, match="descriptor"):
             matmul.launch_multiply(x, one, None, out, 1, tile)
+    with pytest.raises(ValueError, match="gate"):
+        matmul.launch_multiply(x, weight, None, out, 1, matmul.Tile(16, 64, 128, 4, 2, paired=True))
 
 
 @pytest.mark.parametrize(("outputs", "depth"), [(64, 64), (128, 128), (128, 64)])

@@ -30,6 +30,7 @@ from outrider.model.kernels.gpu.matmul import (
     kernel_options,
     linear_twin,
     one_segment,
+    outputs_of,
     segments,
     weight_rows,
 )
@@ -43,54 +44,69 @@ LOWEST, TALLEST = 16, 128  # rows of a tile
 def _experts_kernel(
     x, weight, scales, bias, out, pairs, counts, rows, outputs, inputs, width, half, scales_half, expert_size,
     expert_scales, all_pairs,
-    EXPERTS: tl.constexpr, LANES: tl.constexpr, TOP: tl.constexpr,
+    EXPERTS: tl.constexpr, LANES: tl.constexpr, TOP: tl.constexpr, SINGLE: tl.constexpr,
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
-    GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr,
-    CHAIN: tl.constexpr,
+    GATED: tl.constexpr, PAIRED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ROUGH: tl.constexpr,
+    ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
-    blocks = tl.cdiv(outputs, OUTPUTS)
+    made: tl.constexpr = OUTPUTS // 2 if PAIRED else OUTPUTS
+    blocks = tl.cdiv(outputs, made)
     tile = tl.program_id(0) // blocks
     part = tl.program_id(1)
-    n = tl.program_id(0) % blocks * OUTPUTS + tl.arange(0, OUTPUTS)
-    lane = tl.arange(0, LANES)
+    n, side = outputs_of(tl.program_id(0) % blocks, OUTPUTS, PAIRED)
+    at = tl.arange(0, ROWS)
     await_previous(CHAIN)
-    count = tl.load(counts + lane, mask=lane < EXPERTS, other=0)
-    tiles = (count + (ROWS - 1)) // ROWS
-    ends = tl.cumsum(tiles, 0)
-    expert = tl.sum((ends <= tile).to(tl.int32), 0)
-    mine = lane == expert
-    first_row = (tile - tl.sum(tl.where(mine, ends - tiles, 0), 0)) * ROWS
-    last_row = tl.sum(tl.where(mine, count, 0), 0)
+    if SINGLE:  # a tile is a pair of the only row
+        expert = tl.load(counts + tile)
+        first_row = 0
+        last_row = (expert >= 0).to(tl.int32)
+    else:
+        lane = tl.arange(0, LANES)
+        count = tl.load(counts + lane, mask=lane < EXPERTS, other=0)
+        tiles = (count + (ROWS - 1)) // ROWS
+        ends = tl.cumsum(tiles, 0)
+        expert = tl.sum((ends <= tile).to(tl.int32), 0)
+        mine = lane == expert
+        first_row = (tile - tl.sum(tl.where(mine, ends - tiles, 0), 0)) * ROWS
+        last_row = tl.sum(tl.where(mine, count, 0), 0)
     if first_row >= last_row:
         return
-    at = first_row + tl.arange(0, ROWS)
-    pair = tl.load(pairs + expert.to(tl.int64) * rows + at, mask=at < last_row, other=0)
+    at += first_row
+    pair = tile + at
+    if not SINGLE:
+        pair = tl.load(pairs + expert.to(tl.int64) * rows + at, mask=at < last_row, other=0)
     there = (at < last_row)[:, None]
     x_rows = x + (pair // TOP).to(tl.int64)[:, None] * inputs
     own = weight + expert.to(tl.int64) * expert_size
     w_rows, block = weight_rows(own, n, outputs, width, HIGH, DEPTH, KIND, IN_ONE)
     u_rows = w_rows + half
+    if PAIRED:
+        w_rows += (side.to(tl.int64) * half)[:, None]
     s_rows = scales
     t_rows = scales
     if KIND != "bfloat16":
         s_rows = scales + expert.to(tl.int64) * expert_scales
         s_rows += block * (HIGH * (width // DEPTH if GROUPED else 1)) + n % HIGH
+        if PAIRED:
+            s_rows += side * scales_half
         t_rows = s_rows + scales_half
     if BIASED:
-        bias += expert.to(tl.int64) * (outputs * (2 if GATED else 1))
+        bias += expert.to(tl.int64) * (outputs * (2 if GATED or PAIRED else 1))
     first = part * SEGMENT
     acc, up = one_segment(
         x_rows, there, w_rows, u_rows, s_rows, t_rows, first, tl.minimum(first + SEGMENT, width), inputs,
-        ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN,
+        ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN, ROUGH,
     )  # fmt: skip
     acc = finished(
-        acc, up, bias, part, n, x_rows, there, w_rows, u_rows, s_rows, t_rows, outputs, inputs, width,
-        SEGMENT, SEGMENTS, SPREAD, ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, BIASED, EVEN,
-        ACTIVATION, CLAMP, out.dtype.element_ty,
+        acc, up, bias, part, n, side, x_rows, there, w_rows, u_rows, s_rows, t_rows, outputs, inputs, width,
+        SEGMENT, SEGMENTS, SPREAD, ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, PAIRED, BIASED,
+        EVEN, ROUGH, ACTIVATION, CLAMP, out.dtype.element_ty,
     )  # fmt: skip
+    if PAIRED:
+        n = tl.program_id(0) % blocks * made + tl.arange(0, made)
     to = out + (part.to(tl.int64) * all_pairs + pair)[None, :] * outputs + n[:, None]
     tl.store(to, acc.to(out.dtype.element_ty), mask=tl.trans(there) & (n < outputs)[:, None])
 
@@ -113,14 +129,20 @@ def choose_tile(weight: Packed, rows: int, top: int) -> Tile:
     if weight.kind == mxfp4.KIND:
         return _exact_tile(weight, tall, spread)
     if tall < TALLEST:
-        return Tile(tall, 64, weight.depth, 4, 3 if tall == 64 and not weight.gated else 4, spread)
+        return Tile(tall, 64, weight.step, 4, 3 if tall == 64 and not weight.gated else 4, spread)
     if weight.kind in KINDS:
         return Tile(64, 128, weight.depth, 8, 4 if weight.gated else 3, spread)
     return Tile(TALLEST, 128, 64, 8, 4, spread)
 
 
 def _exact_tile(weight: Packed, tall: int, spread: bool) -> Tile:
-    """Of experts in MXFP4, whose numbers are made in registers."""
+    """Of experts in MXFP4, whose numbers are made in registers.
+
+    For few rows that takes as long as reading: two tiles a step share the instructions around them, and a tile of gates
+    with their ups makes twice as many blocks, which multiprocessors share more evenly.
+    """
+    if tall == LOWEST:
+        return Tile(tall, 64, 2 * mxfp4.DEPTH, 4, 3, spread, paired=weight.gated)
     if tall <= 64:
         return Tile(tall, 64, mxfp4.DEPTH, 4, 4, spread)
     return Tile(64, 128, mxfp4.DEPTH, 8, 4, spread)
@@ -132,7 +154,7 @@ def multiply_experts(
     """Row `pair // top` of x by its expert's weight into row `pair` of out [parts, pairs, outputs], for every pair that
     is scheduled; other rows stay as they are.
     """
-    experts, rows = plan.pairs.shape
+    experts, rows = weight.experts if plan.single else len(plan.pairs), plan.rows
     parts = segments(weight) if tile.spread else 1
     if out.shape[::2] != (parts, weight.outputs) or x.shape[1] != weight.inputs or weight.experts != experts:
         raise ValueError(
@@ -144,11 +166,11 @@ def multiply_experts(
     if not tiles:
         return
     data, scales = weight.data, weight.scales
-    _experts_kernel[(tiles * triton.cdiv(weight.outputs, tile.outputs), parts)](
+    _experts_kernel[(tiles * triton.cdiv(weight.outputs, tile.made), parts)](
         x, data, scales, bias, out, plan.pairs, plan.counts, rows, weight.outputs, weight.inputs, weight.width,
         data.stride(0), 0 if scales is None else scales.stride(0), weight.blocks * data.stride(1),
         0 if scales is None else weight.blocks * scales.stride(1), pairs,
-        EXPERTS=experts, LANES=triton.next_power_of_2(experts), TOP=top,
+        EXPERTS=experts, LANES=triton.next_power_of_2(experts), TOP=top, SINGLE=plan.single,
         **kernel_options(weight, bias, segments(weight), tile), **chained(),
     )  # fmt: skip
 
@@ -157,7 +179,7 @@ def gated_experts(
     x: Tensor, weight: Packed, bias: Tensor | None, plan: Schedule, top: int, tile: Tile | None = None
 ) -> Tensor:
     """activation(gate) * up of each pair -> [R * top, outputs] in x's dtype. x has a row for each row or each pair."""
-    rows = plan.pairs.shape[1]
+    rows = plan.rows
     out = x.new_empty((1, rows * top, weight.outputs))
     each = top if len(x) == rows else 1
     multiply_experts(x, weight, bias, plan, each, out, tile or choose_tile(weight, rows, top))
@@ -168,7 +190,7 @@ def expert_parts(
     act: Tensor, weight: Packed, bias: Tensor | None, plan: Schedule, tile: Tile | None = None
 ) -> Tensor:
     """Each pair's row by its expert's weight -> [parts, R * top, outputs] float32, not yet added."""
-    rows = plan.pairs.shape[1]
+    rows = plan.rows
     tile = tile or choose_tile(weight, rows, len(act) // max(rows, 1))
     parts = segments(weight) if tile.spread else 1
     out = act.new_empty((parts, len(act), weight.outputs), dtype=torch.float32)

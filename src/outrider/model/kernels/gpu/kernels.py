@@ -1,7 +1,7 @@
 """The decoder's kernels on a CUDA device, in bfloat16 with a float32 residual stream. Twin: reference.py.
 
 A layer is nine launches: norm, qkv, rope and cache write (which attention does itself for single rows), attention
-(two), output, norm, gate and up, down. Experts add three: router, choice and schedule. The
+(two), output, norm, gate and up, down. Experts add three: router, choice and schedule (of several rows). The
 sums that a matmul leaves in parts are added by the norm that follows, after a norm of their own where a layer has one.
 For `down` that is in the next layer: `run_layers` keeps them pending in between, `layer` settles them at once. Both
 give the same bits.
@@ -45,7 +45,7 @@ from outrider.model.kernels.gpu.matmul import (
     pack,
     pack_experts,
 )
-from outrider.model.kernels.gpu.routing import choose, schedule
+from outrider.model.kernels.gpu.routing import choose, schedule, schedule_one
 from outrider.model.kernels.gpu.rows import ExpertParts, Normed, Pending, Tap, add_and_norm, embed
 from outrider.model.kernels.reference import layer_by_layer
 from outrider.model.parallel import ALONE, Group
@@ -381,8 +381,9 @@ class GpuKernels:
         """What is to be added to the stream for rows at these slots. Rows at `padding` go to no expert."""
         how, rows = w.how, len(slots)
         logits = multiply_parts(normed, w.router.weight, w.router.bias, rows)
-        choice = choose(logits, w.correction, how, slots, padding, self.spread)
-        plan = schedule(choice, how.count, self.counter)
+        counter = self.counter if rows == 1 else None
+        choice = choose(logits, w.correction, how, slots, padding, self.spread, counter)
+        plan = schedule_one(choice) if rows == 1 else schedule(choice, how.count, self.counter)
         inputs, weights = normed[:rows], choice.weights
         if how.weighs_input:
             inputs = (inputs.float()[:, None] * weights[..., None]).to(self.dtype).flatten(0, 1)

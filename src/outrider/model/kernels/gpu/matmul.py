@@ -48,6 +48,11 @@ WIDEST_CUT = 8192  # outputs of a weight that has segments at all
 ENOUGH_UNSPREAD = 96  # blocks of a tile of up to 64 rows that do as well alone
 LARGE = 64  # blocks of a plain weight: few rows lose nothing by fewer segments, and sums of many rows are read sooner
 SPREAD_ROWS = 2048  # up to which partial sums are worth their memory
+MULTIPROCESSORS, SHARED, RESERVED = (
+    132,
+    228 << 10,
+    1 << 10,
+)  # of a Hopper GPU: bytes of each, and those kept from a block
 AT_ONCE = 64  # blocks of HIGH outputs that are packed together; more would only take more memory
 
 
@@ -78,7 +83,12 @@ class Packed:
     def depth(self) -> int:
         """Inputs of a tile."""
         stored = self.data.shape[4] * _inputs_in_one(self.kind)
-        return stored if self.kind in KINDS else _tile_depth(stored)
+        return _tile_depth(stored) if self.scales is None else stored
+
+    @property
+    def step(self) -> int:
+        """Inputs that a block reads at a time, for few rows."""
+        return self.depth if self.kind in KINDS else min(128, self.width)
 
     @property
     def width(self) -> int:
@@ -232,6 +242,12 @@ class Tile:
     spread: bool = False
     ahead: int = 0  # inputs whose weights are read before the kernel before this one has ended
     described: bool = False  # a plain weight read through a tensor descriptor, HIGH outputs at a time
+    paired: bool = False  # a gated weight: half of a tile is of the gate, half of the up
+
+    @property
+    def made(self) -> int:
+        """Results of a tile along the outputs."""
+        return self.outputs // 2 if self.paired else self.outputs
 
 
 @triton.jit
@@ -239,7 +255,7 @@ def one_segment(
     x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-    DESCRIBED: tl.constexpr = False,
+    ROUGH: tl.constexpr, DESCRIBED: tl.constexpr = False,
 ):  # fmt: skip
     """One segment's sums, from zero: [OUTPUTS, ROWS], twice when gated. If `DESCRIBED`, s_rows is the weight's tensor
     descriptor, and w_rows and u_rows are the rows in it.
@@ -247,7 +263,7 @@ def one_segment(
     if KIND == "bfloat16":
         acc, up = _plain_segment(
             x_rows, there, w_rows, u_rows, s_rows, first, last, inputs,
-            ROWS, OUTPUTS, INPUTS, GATED, EVEN, DESCRIBED,
+            ROWS, OUTPUTS, INPUTS, GATED, EVEN, ROUGH, DESCRIBED,
         )  # fmt: skip
     else:
         acc, up = _widened_segment(
@@ -312,19 +328,42 @@ def _wide(words, scales, KIND: tl.constexpr, TO: tl.constexpr):
 def _plain_segment(
     x_rows, there, w_rows, u_rows, described, first, last, inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    ROUGH: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
+    """Where the last step goes on after the segment (if `ROUGH`), it has zeros there."""
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     c = tl.arange(0, INPUTS)[None, :]
     for start in range(first, last, INPUTS):
-        x = tl.load(x_rows + start + c, mask=there if EVEN else there & (start + c < inputs), other=0.0)
-        w = described.load([w_rows, start]) if DESCRIBED else tl.load(w_rows + start + c)
+        mine = there if EVEN else there & (start + c < inputs)
+        if ROUGH:
+            mine = mine & (start + c < last)
+        x = tl.load(x_rows + start + c, mask=mine, other=0.0)
+        w = _loaded(w_rows, start, c, last, described, ROUGH, DESCRIBED)
         acc = tl.dot(w, tl.trans(x), acc)
         if GATED:
-            u = described.load([u_rows, start]) if DESCRIBED else tl.load(u_rows + start + c)
+            u = _loaded(u_rows, start, c, last, described, ROUGH, DESCRIBED)
             up = tl.dot(u, tl.trans(x), up)
     return acc, up
+
+
+@triton.jit
+def _loaded(w_rows, start, c, last, described, ROUGH: tl.constexpr, DESCRIBED: tl.constexpr):
+    if DESCRIBED:  # of the next segment, too, which meets zeros
+        w = described.load([w_rows, start])
+    elif ROUGH:
+        w = tl.load(w_rows + start + c, mask=start + c < last, other=0.0)
+    else:
+        w = tl.load(w_rows + start + c)
+    return w
+
+
+@triton.jit
+def outputs_of(block, OUTPUTS: tl.constexpr, PAIRED: tl.constexpr):
+    """Outputs of a tile, and to which half of the weight each belongs."""
+    i = tl.arange(0, OUTPUTS)
+    made: tl.constexpr = OUTPUTS // 2 if PAIRED else OUTPUTS
+    return block * made + i % made, i // made
 
 
 @triton.jit
@@ -343,17 +382,17 @@ def weight_rows(
 
 @triton.jit
 def finished(
-    acc, up, bias, part, n, x_rows, there, w_rows, u_rows, s_rows, t_rows, outputs, inputs, width,
+    acc, up, bias, part, n, side, x_rows, there, w_rows, u_rows, s_rows, t_rows, outputs, inputs, width,
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
-    GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr,
-    TO: tl.constexpr, DESCRIBED: tl.constexpr = False,
+    GATED: tl.constexpr, PAIRED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ROUGH: tl.constexpr,
+    ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, TO: tl.constexpr, DESCRIBED: tl.constexpr = False,
 ):  # fmt: skip
     """What becomes of a block's first segment: the bias, the segments after it, and the gate."""
     if BIASED:
         biased = tl.where(part == 0, outputs, 0)  # once, by the first part
-        acc += tl.load(bias + n, mask=n < biased, other=0.0)[:, None]
+        acc += tl.load(bias + side * outputs + n, mask=n < biased, other=0.0)[:, None]
         if GATED:
             up += tl.load(bias + outputs + n, mask=n < biased, other=0.0)[:, None]
     if not SPREAD:
@@ -361,12 +400,14 @@ def finished(
             last = tl.minimum((s + 1) * SEGMENT, width)
             more, more_up = one_segment(
                 x_rows, there, w_rows, u_rows, s_rows, t_rows, s * SEGMENT, last, inputs,
-                ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN, DESCRIBED,
+                ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN, ROUGH, DESCRIBED,
             )  # fmt: skip
             acc += more
             if GATED:
                 up += more_up
-    if GATED:
+    if PAIRED:
+        acc, up = tl.split(tl.permute(tl.reshape(acc, (2, OUTPUTS // 2, ROWS)), (1, 2, 0)))
+    if GATED or PAIRED:
         acc = gated(acc, up, TO, ACTIVATION, CLAMP)
     return acc
 
@@ -377,14 +418,14 @@ def _matmul_kernel(
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
-    GATED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, CLAMP: tl.constexpr,
-    AHEAD: tl.constexpr, DESCRIBED: tl.constexpr, CHAIN: tl.constexpr,
+    GATED: tl.constexpr, PAIRED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ROUGH: tl.constexpr,
+    ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, AHEAD: tl.constexpr, DESCRIBED: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
     row_tiles = tl.cdiv(rows, ROWS)
     tile = tl.program_id(0)
     part = tl.program_id(1)
-    n = (tile // row_tiles) * OUTPUTS + tl.arange(0, OUTPUTS)
+    n, side = outputs_of(tile // row_tiles, OUTPUTS, PAIRED)
     m = (tile % row_tiles) * ROWS + tl.arange(0, ROWS)
     if DESCRIBED:
         w_rows = tile // row_tiles * HIGH
@@ -392,10 +433,14 @@ def _matmul_kernel(
     else:
         w_rows, block = weight_rows(weight, n, outputs, width, HIGH, DEPTH, KIND, IN_ONE)
         u_rows = w_rows + half
+        if PAIRED:
+            w_rows += (side.to(tl.int64) * half)[:, None]
     s_rows = scales
     t_rows = scales
     if KIND != "bfloat16":
         s_rows = scales + block * (HIGH * (width // DEPTH if GROUPED else 1)) + n % HIGH
+        if PAIRED:
+            s_rows += side * scales_half
         t_rows = s_rows + scales_half
     x_rows = x + m.to(tl.int64)[:, None] * inputs
     there = (m < rows)[:, None]
@@ -409,15 +454,17 @@ def _matmul_kernel(
         ahead_x = tl.load(x_rows + last + tl.arange(0, AHEAD)[None, :], mask=there, other=0.0)
     acc, up = one_segment(
         x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
-        ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN, DESCRIBED,
+        ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN, ROUGH, DESCRIBED,
     )  # fmt: skip
     if AHEAD > 0:
         acc = tl.dot(ahead, tl.trans(ahead_x), acc)
     acc = finished(
-        acc, up, bias, part, n, x_rows, there, w_rows, u_rows, s_rows, t_rows, outputs, inputs, width,
-        SEGMENT, SEGMENTS, SPREAD, ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, BIASED, EVEN,
-        ACTIVATION, CLAMP, out.dtype.element_ty, DESCRIBED,
+        acc, up, bias, part, n, side, x_rows, there, w_rows, u_rows, s_rows, t_rows, outputs, inputs, width,
+        SEGMENT, SEGMENTS, SPREAD, ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, PAIRED, BIASED,
+        EVEN, ROUGH, ACTIVATION, CLAMP, out.dtype.element_ty, DESCRIBED,
     )  # fmt: skip
+    if PAIRED:
+        n = tile // row_tiles * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
     at = out + (part * rows + m).to(tl.int64)[None, :] * outputs + n[:, None]
     tl.store(at, acc.to(out.dtype.element_ty), mask=(m < rows)[None, :] & (n < outputs)[:, None])
 
@@ -461,7 +508,7 @@ def choose_tile(weight: Packed, rows: int) -> Tile:
     """The quickest of the tiles that were measured (LOG.md)."""
     if weight.kind in KINDS:
         return _quantised_tile(weight, rows)
-    deep, gated, few = weight.depth, weight.gated, segments(weight) > 1
+    gated, few = weight.gated, segments(weight) > 1
     if rows <= 16:
         return _waiting_tile(weight)
     if rows <= 64:
@@ -469,7 +516,7 @@ def choose_tile(weight: Packed, rows: int) -> Tile:
     spread = few and rows <= SPREAD_ROWS
     pieces = segments(weight) if spread else 1
     if pieces * -(-weight.outputs // 128) * -(-rows // 128) < ENOUGH_BLOCKS * 3 // 4:
-        return Tile(64, 64, deep, 4, 4 if gated else 3, spread)
+        return Tile(64, 64, weight.step, 4, 4 if gated else 3, spread)
     if few > spread or (gated and not 128 < rows <= 192):
         return Tile(128, 128, 64, 8, 4)  # two sums an output: with fewer warps they do not fit into registers
     if rows > 128:
@@ -483,9 +530,9 @@ def _waiting_tile(weight: Packed) -> Tile:
     """
     pieces, large = segments(weight), weight.outputs >= HIGH * LARGE
     if weight.gated:
-        return Tile(16, 64, weight.depth, 4, 3)  # two blocks to a multiprocessor
+        return Tile(16, 64, weight.step, 4, 3)  # two blocks to a multiprocessor
     if weight.outputs > WIDEST_CUT:
-        return Tile(16, 64, weight.depth, 4, 4, described=True)
+        return Tile(16, 64, weight.step, 4, 4, described=True)
     if pieces == 1 and large:
         stages, ahead = 5, 512
     elif weight.inputs > 2 * weight.outputs:
@@ -499,7 +546,18 @@ def _waiting_tile(weight: Packed) -> Tile:
         stages, ahead = 5, 512
     if not _fits(weight, ahead):
         stages, ahead = 4, 0
-    return Tile(16, 64, weight.depth, 4, stages, pieces > 1, ahead)
+    tile = Tile(16, 64, weight.step, 4, stages, pieces > 1, ahead)
+    for fewer in (256, 0):
+        if not all_start(weight, tile):
+            tile = replace(tile, stages=3, ahead=fewer if _fits(weight, fewer) else 0)
+    return tile
+
+
+def all_start(weight: Packed, tile: Tile) -> bool:
+    """Whether there is room for all blocks of few rows at once. A few that have to wait take as long as all others."""
+    blocks = segments(weight) * -(-weight.outputs // tile.made)
+    taken = 2 * (tile.stages * (tile.rows + tile.outputs) * tile.inputs + tile.ahead * tile.outputs)
+    return -(-blocks // MULTIPROCESSORS) * (taken + RESERVED) <= SHARED
 
 
 def _reading_tile(weight: Packed, rows: int) -> Tile:
@@ -507,15 +565,17 @@ def _reading_tile(weight: Packed, rows: int) -> Tile:
     pieces = segments(weight)
     if not weight.gated and HIGH * LARGE <= weight.outputs <= WIDEST_CUT:
         if pieces == 1:
-            return Tile(rows, 64, weight.depth, 4, 5, described=True)
+            return Tile(rows, 64, weight.step, 4, 5, described=True)
         # A block to a multiprocessor has room for more stages than two have.
         if rows == 64 or weight.inputs > 2 * weight.outputs:
-            return Tile(rows, 64, weight.depth, 4, 5, True, described=True)
+            tile = Tile(rows, 64, weight.step, 4, 5, True, described=True)
+            return tile if all_start(weight, tile) else replace(tile, stages=3)
     if weight.gated and rows <= 32:
-        return Tile(rows, 64, weight.depth, 4, 3)
+        return Tile(rows, 64, weight.step, 4, 3)
     ahead = 256 if pieces > 1 and weight.inputs <= 2 * weight.outputs and _fits(weight, 256) else 0
     stages = 4 if weight.gated or rows == 32 else 3
-    return Tile(rows, 64, weight.depth, 4, stages, pieces > 1, ahead, described=not ahead)
+    tile = Tile(rows, 64, weight.step, 4, stages, pieces > 1, ahead, described=not ahead)
+    return replace(tile, ahead=0, described=True) if ahead and not all_start(weight, tile) else tile
 
 
 def _fits(weight: Packed, ahead: int) -> bool:
@@ -563,23 +623,30 @@ def launch_multiply(
 ) -> None:
     rows, inputs = x.shape
     parts = pieces if tile.spread else 1
-    if tile.ahead and (weight.gated or parts < pieces or tile.described):
-        raise ValueError("weights are read ahead by blocks that have one segment, no gate and no descriptor")
-    if tile.described and (weight.kind in KINDS or tile.outputs != HIGH):
+    if tile.ahead and (weight.gated > tile.paired or parts < pieces or tile.described):
+        raise ValueError("weights are read ahead by blocks that have one segment, one sum and no descriptor")
+    if tile.described and (weight.kind in KINDS or tile.outputs != HIGH or tile.paired):
         raise ValueError(f"descriptors are of plain weights, {HIGH} outputs at a time")
     if out.shape != (parts, rows, weight.outputs) or inputs != weight.inputs:
         raise ValueError(
             f"{tuple(x.shape)} by {weight.outputs} x {weight.inputs} does not fit {tuple(out.shape)}"
         )
     check_steps(weight, pieces, tile)
-    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(weight.outputs, tile.outputs), parts)
+    grid = (triton.cdiv(rows, tile.rows) * triton.cdiv(weight.outputs, tile.made), parts)
     given, options = kernel_arguments(x, weight, bias, out, pieces, tile)
     _matmul_kernel[grid](*given, **options)
 
 
 def check_steps(weight: Packed, pieces: int, tile: Tile) -> None:
-    ends = (weight.width, segment_length(weight.width, pieces) if pieces > 1 else 0)
-    if weight.kind in KINDS and (tile.inputs % weight.depth or any(end % tile.inputs for end in ends)):
+    """Whether a tile fits. In fewer bits a step must not go on after a segment, nor (but for MXFP4) after the row."""
+    if tile.paired and (not weight.gated or tile.made > HIGH):
+        raise ValueError(f"tiles of a gate and its up are of gated weights, up to {HIGH} of each")
+    if weight.scales is None:
+        return
+    ends = [segment_length(weight.width, pieces)] if pieces > 1 else []
+    if weight.kind in KINDS:
+        ends.append(weight.width)
+    if tile.inputs % weight.depth or any(end % tile.inputs for end in ends):
         raise ValueError(
             f"steps of {tile.inputs} do not fit {weight.width} inputs in tiles of {weight.depth}"
         )
@@ -603,11 +670,17 @@ def kernel_arguments(
 
 def kernel_options(weight: Packed, bias: Tensor | None, pieces: int, tile: Tile) -> dict[str, Any]:
     scales = weight.scales
+    length = segment_length(weight.width, pieces)
+    # Whether a step goes on after the row, or after what a block has of it: in fewer bits only the row's end is rough.
+    over = weight.width % tile.inputs > 0
+    rough = over or tile.ahead % tile.inputs > 0 or (pieces > 1 and length % tile.inputs > 0)
+    plain = weight.data.dtype.is_floating_point
     return dict(
-        SEGMENT=segment_length(weight.width, pieces), SEGMENTS=pieces, SPREAD=tile.spread,
+        SEGMENT=length, SEGMENTS=pieces, SPREAD=tile.spread,
         ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, HIGH=HIGH, DEPTH=weight.depth,
         KIND=weight.kind, IN_ONE=_inputs_in_one(weight.kind), GROUPED=scales is not None and scales.shape[2] > 1,
-        GATED=weight.gated, BIASED=bias is not None, EVEN=weight.inputs == weight.width,
+        GATED=weight.gated and not tile.paired, PAIRED=tile.paired, BIASED=bias is not None,
+        EVEN=weight.inputs == weight.width and (plain or not over), ROUGH=rough and plain,
         ACTIVATION=weight.activation, CLAMP=weight.clamp,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

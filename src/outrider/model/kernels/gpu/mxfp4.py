@@ -3,12 +3,12 @@ they stand for. So a product has the bits of the dequantised model's, whose orde
 
 A tile is 128 inputs of an output in 16 words of 32 bits, and one more word of four scales. As in quantise.py, a word
 holds the same two neighbouring inputs of four pieces, one neighbour in either half; a piece has one scale. Bits of a
-half, from the highest (s sign, e exponent, m mantissa, of pieces 0 to 3):
+half, from the highest (s sign, e exponent, m mantissa, of pieces 0 to 3, in brackets those of the other half's number):
 
-    s0 s3 m3 s1 e3 e3 s2 e0 e0 m0 e1 e1 m1 e2 e2 m2
+    s0 (e3 e3 e2 e2 m2) s1 e0 e0 m0 s3 m3 s2 e1 e1 m1
 
-A shift and a mask bring pieces 0 to 2 to where a bfloat16 has its sign, the end of its exponent and the begin of its
-mantissa: the number times 2^-126. Piece 3 has what is left and takes three. One product with 2^126 times the scale
+A rotation and a mask bring pieces 0 to 2 to where a bfloat16 has its sign, the end of its exponent and the begin of its
+mantissa: the number times 2^-126. Piece 3 has what is left and takes two. One product with 2^126 times the scale
 makes up for it. Bytes of scales are the exponent of that: 126 more than in files, which therefore are at most 128.
 """
 
@@ -33,6 +33,9 @@ DEPTH = 128  # inputs of a tile
 PIECES, PIECE = 4, 32
 IN_WORD = 8
 LIFT = 126  # of exponents
+NUMBERS = 0x81C081C0  # sign, exponent and mantissa, in either half
+WHOLE = (0, 6, 12)  # bits by which pieces 0 to 2 are rotated
+APART = ((2, 0x00400040), (10, 0x81808180))  # the same of piece 3, which is two parts
 LARGEST = 128  # exponent of a scale in a file, for which there is a bfloat16 that much larger
 
 
@@ -50,11 +53,14 @@ def repacked(raw: Tensor, width: int) -> tuple[Tensor, Tensor]:
     codes = F.pad(codes, (0, width - codes.shape[1])).int()
     n = codes.unflatten(1, (-1, PIECES, PIECE // 2, 2))  # [R, tiles, pieces, words, neighbours]
     sign, size = n >> 3, n & 7
-    shifted = (
-        sign[:, :, 0] << 15 | size[:, :, 0] << 6 | sign[:, :, 1] << 12 | size[:, :, 1] << 3 | sign[:, :, 2] << 9
-        | size[:, :, 2] | sign[:, :, 3] << 14 | (size[:, :, 3] & 1) << 13 | size[:, :, 3] >> 1 << 10
-    )  # fmt: skip
-    words = shifted[..., 0] | shifted[..., 1] << 16
+    halves = (sign << 15 | size << 6).long()
+    pieces = halves[..., 0] | halves[..., 1] << 16
+    words = torch.zeros_like(pieces[:, :, 0])
+    for i, by in enumerate(WHOLE):
+        words |= _turned(pieces[:, :, i], 32 - by)
+    for by, mask in APART:
+        words |= _turned(pieces[:, :, 3] & mask, 32 - by)
+    words = (words - (words >> 31 << 32)).int()
     lifted = F.pad(blocks[..., 0].int() + LIFT, (0, width // PIECE - blocks.shape[1]))
     scales = sum(one << 8 * i for i, one in enumerate(lifted.unflatten(1, (-1, PIECES)).unbind(-1)))
     return words, scales
@@ -62,18 +68,20 @@ def repacked(raw: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 def dequantised(words: Tensor, scales: Tensor) -> Tensor:
     """What `repacked` gave -> float32 [R, inputs]."""
-    halves = torch.stack([words & 0xFFFF, words >> 16 & 0xFFFF], -1).flatten(-2)  # [R, tiles, PIECE]
-    pieces = torch.stack([_piece(halves, piece) for piece in range(PIECES)], -2)
+    pieces = [_turned(words, by) & NUMBERS for by in WHOLE]
+    one, other = (_turned(words, by) & mask for by, mask in APART)
+    pieces.append(one | other)
+    both = torch.stack([torch.stack([one & 0xFFFF, one >> 16], -1).flatten(-2) for one in pieces], -2)
+    numbers = (both.int() << 16).view(torch.float32)  # times 2^-126, as bfloat16 of these bits are
     exponents = torch.stack([scales >> 8 * i & 255 for i in range(PIECES)], -1)
-    one = torch.ones(exponents.shape, dtype=torch.float64, device=words.device)
-    return (pieces.double() * torch.ldexp(one, exponents - 127)[..., None]).float().flatten(1)
+    ones = torch.ones(exponents.shape, dtype=torch.float64, device=words.device)
+    return (numbers.double() * torch.ldexp(ones, exponents - 127)[..., None]).float().flatten(1)
 
 
-def _piece(halves: Tensor, piece: int) -> Tensor:
-    """Times 2^-126, as a bfloat16 of these bits is."""
-    last = halves << 1 & 0x8000 | halves >> 3 & 0x0180 | halves >> 7 & 0x0040
-    bits = halves << 3 * piece & 0x81C0 if piece < PIECES - 1 else last
-    return (bits << 16).view(torch.float32)
+def _turned(words: Tensor, by: int) -> Tensor:
+    """To the left, int64."""
+    words = words.long() & 0xFFFFFFFF
+    return (words << by | words >> 32 - by) & 0xFFFFFFFF
 
 
 # -------------------------------------------------------------------------------------------------- in kernels
@@ -93,16 +101,14 @@ def widened_exactly(words, scales, TO: tl.constexpr):
             .reg .b32 a, b, c, d, t, z;
             mov.b32 z, 0x80008000;
             and.b32 a, $8, 0x81c081c0;
-            shl.b32 b, $8, 3;
+            shl.b32 b, $8, 6;
             and.b32 b, b, 0x81c081c0;
-            shl.b32 c, $8, 6;
+            shf.l.wrap.b32 c, $8, $8, 12;
             and.b32 c, c, 0x81c081c0;
-            shr.u32 d, $8, 3;
-            and.b32 d, d, 0x01800180;
-            shr.u32 t, $8, 7;
-            lop3.b32 d, t, 0x00400040, d, 0xea;
-            shl.b32 t, $8, 1;
-            lop3.b32 d, t, 0x80008000, d, 0xea;
+            shl.b32 d, $8, 2;
+            and.b32 d, d, 0x00400040;
+            shf.l.wrap.b32 t, $8, $8, 10;
+            lop3.b32 d, t, 0x81808180, d, 0xea;
             fma.rn.bf16x2 a, a, $9, z;
             fma.rn.bf16x2 b, b, $10, z;
             fma.rn.bf16x2 c, c, $11, z;
@@ -121,11 +127,12 @@ def widened_exactly(words, scales, TO: tl.constexpr):
         low = _beside(tl.interleave(a, b), tl.interleave(c, d))
         numbers = _beside(low, _beside(tl.interleave(e, f), tl.interleave(g, h)))
     else:
+        tenth = words << 10 | words >> 22 & 0x3FF
+        twelfth = words << 12 | words >> 20 & 0xFFF
         first = _numbers(words & -0x7E3F7E40, four)
-        second = _numbers(words << 3 & -0x7E3F7E40, four >> 8)
-        third = _numbers(words << 6 & -0x7E3F7E40, four >> 16)
-        last = words << 1 & -0x7FFF8000 | words >> 3 & 0x01800180 | words >> 7 & 0x00400040
-        fourth = _numbers(last, four >> 24)
+        second = _numbers(words << 6 & -0x7E3F7E40, four >> 8)
+        third = _numbers(twelfth & -0x7E3F7E40, four >> 16)
+        fourth = _numbers(words << 2 & 0x00400040 | tenth & -0x7E7F7E80, four >> 24)
         numbers = _beside(_beside(first, second), _beside(third, fourth)).to(TO)
     return numbers
 

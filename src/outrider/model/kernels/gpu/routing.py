@@ -44,6 +44,11 @@ class Schedule:
         Tensor  # [experts, R] int32: an expert's pairs, in ascending order; what follows them is not written
     )
     counts: Tensor  # [experts] int32: how many
+    single: bool = False  # of one row: both are its choice [1, per_token]
+
+    @property
+    def rows(self) -> int:
+        return 1 if self.single else self.pairs.shape[1]
 
 
 @triton.jit
@@ -55,10 +60,10 @@ def _largest(scores, numbers, left, NONE: tl.constexpr):
 
 @kernel(do_not_specialize=["parts_stride", "padding"])
 def _choose_kernel(
-    parts, correction, slots, spread, experts, weights, parts_stride, padding, floor, scale,
+    parts, correction, slots, spread, touched, experts, weights, parts_stride, padding, floor, scale,
     PARTS: tl.constexpr, COUNT: tl.constexpr, TOP: tl.constexpr, TOPS: tl.constexpr, GROUPS: tl.constexpr,
     GROUPS_KEPT: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, SIGMOID: tl.constexpr,
-    CORRECTED: tl.constexpr, NORMALISED: tl.constexpr, CHAIN: tl.constexpr,
+    CORRECTED: tl.constexpr, NORMALISED: tl.constexpr, COUNTED: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
     row = tl.program_id(0).to(tl.int64)
@@ -110,26 +115,32 @@ def _choose_kernel(
     at = row * TOP + rank
     tl.store(experts + at, tl.where(routed, chosen, -1), mask=j < TOP)
     tl.store(weights + at, tl.where(routed, weight, 0.0), mask=j < TOP)
+    if COUNTED:
+        tl.atomic_add(touched, tl.where(among > 0, tl.minimum(among, TOP), TOP), mask=routed)
 
 
 def choose(
-    logits: Tensor, correction: Tensor | None, how: Experts, slots: Tensor, padding: int, spread: Tensor
-) -> Choice:
+    logits: Tensor, correction: Tensor | None, how: Experts, slots: Tensor, padding: int, spread: Tensor,
+    touched: Tensor | None = None,
+) -> Choice:  # fmt: skip
     """From the router's logits, float32 [parts, R, experts]. Rows whose slot is `padding` choose nothing. Where
     `spread`, int32 [1], is not 0, all rows are spread evenly over so many experts instead, to time a step that reads
-    them.
+    them. `touched`, int32 [1]: the number of one row's experts is added to it, as `schedule` does it for more.
     """
     rows, top = logits.shape[1], how.per_token
+    if touched is not None and rows > 1:
+        raise ValueError("rows may share experts: `schedule` counts them")
     weights = logits.new_empty(rows, top)
     made = Choice(torch.empty_like(weights, dtype=torch.int32), weights)
     if rows:
         _choose_kernel[(rows,)](
-            logits, correction, slots, spread, made.experts, made.weights, logits.stride(0), padding,
+            logits, correction, slots, spread, touched, made.experts, made.weights, logits.stride(0), padding,
             how.floor, how.scale,
             PARTS=len(logits), COUNT=how.count, TOP=top, TOPS=triton.next_power_of_2(top), GROUPS=how.groups,
             GROUPS_KEPT=how.groups_kept, HIGH=triton.next_power_of_2(how.groups),
             WIDE=triton.next_power_of_2(how.count // how.groups), SIGMOID=how.score == "sigmoid",
-            CORRECTED=correction is not None, NORMALISED=how.normalise, num_warps=1, **chained(),
+            CORRECTED=correction is not None, NORMALISED=how.normalise,
+            COUNTED=touched is not None, num_warps=1, **chained(),
         )  # fmt: skip
     return made
 
@@ -165,6 +176,12 @@ def schedule(choice: Choice, count: int, touched: Tensor) -> Schedule:
         BLOCK=min(LONGEST_LOOK, max(16, triton.next_power_of_2(rows))), num_warps=4, **chained(),
     )  # fmt: skip
     return made
+
+
+def schedule_one(choice: Choice) -> Schedule:
+    """Of one row, whose choice says it all: nothing is launched."""
+    assert len(choice.experts) == 1
+    return Schedule(choice.experts, choice.experts, single=True)
 
 
 # ---------------------------------------------------------------------------------------------------- twins
