@@ -126,26 +126,18 @@ def choose_tile(weight: Packed, rows: int, top: int) -> Tile:
     tall = max(LOWEST, min(TALLEST, rows, triton.next_power_of_2(likely)))
     tall = triton.next_power_of_2(tall)
     spread = segments(weight) > 1 and rows * top <= SPREAD_ROWS
-    if weight.kind == mxfp4.KIND:
-        return _exact_tile(weight, tall, spread)
+    # One row has few blocks: gates beside their ups make twice as many, which multiprocessors share more evenly.
+    paired = rows == 1 and weight.gated
+    if weight.kind == mxfp4.KIND:  # numbers are made in registers
+        if tall > 64:
+            return Tile(64, 128, mxfp4.DEPTH, 8, 4, spread)
+        return Tile(tall, 64, mxfp4.DEPTH * (1 + paired), 4, 4, spread, paired=paired)
     if tall < TALLEST:
-        return Tile(tall, 64, weight.step, 4, 3 if tall == 64 and not weight.gated else 4, spread)
+        stages = 3 if paired or (tall == 64 and not weight.gated) else 4
+        return Tile(tall, 64, weight.step, 4, stages, spread, paired=paired)
     if weight.kind in KINDS:
         return Tile(64, 128, weight.depth, 8, 4 if weight.gated else 3, spread)
     return Tile(TALLEST, 128, 64, 8, 4, spread)
-
-
-def _exact_tile(weight: Packed, tall: int, spread: bool) -> Tile:
-    """Of experts in MXFP4, whose numbers are made in registers.
-
-    For few rows that takes as long as reading: two tiles a step share the instructions around them, and a tile of gates
-    with their ups makes twice as many blocks, which multiprocessors share more evenly.
-    """
-    if tall == LOWEST:
-        return Tile(tall, 64, 2 * mxfp4.DEPTH, 4, 3, spread, paired=weight.gated)
-    if tall <= 64:
-        return Tile(tall, 64, mxfp4.DEPTH, 4, 4, spread)
-    return Tile(64, 128, mxfp4.DEPTH, 8, 4, spread)
 
 
 def multiply_experts(

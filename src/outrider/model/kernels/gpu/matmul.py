@@ -46,6 +46,7 @@ ENOUGH_BLOCKS = 128  # that keep every multiprocessor reading
 SHORTEST_SEGMENT = 512
 WIDEST_CUT = 8192  # outputs of a weight that has segments at all
 ENOUGH_UNSPREAD = 96  # blocks of a tile of up to 64 rows that do as well alone
+FEW_OUTPUTS = 4 * HIGH  # of a router, whose few blocks have all the room that they want
 LARGE = 64  # blocks of a plain weight: few rows lose nothing by fewer segments, and sums of many rows are read sooner
 SPREAD_ROWS = 2048  # up to which partial sums are worth their memory
 MULTIPROCESSORS, SHARED, RESERVED = (
@@ -530,10 +531,13 @@ def _waiting_tile(weight: Packed) -> Tile:
     """
     pieces, large = segments(weight), weight.outputs >= HIGH * LARGE
     if weight.gated:
-        return Tile(16, 64, weight.step, 4, 3)  # two blocks to a multiprocessor
+        # Two blocks to a multiprocessor, and twice as many as of tiles that have a gate's and an up's outputs each.
+        return Tile(16, 64, weight.step, 4, 4, paired=True)
     if weight.outputs > WIDEST_CUT:
-        return Tile(16, 64, weight.step, 4, 4, described=True)
-    if pieces == 1 and large:
+        return Tile(16, 64, weight.step, 4, 3, described=True)
+    if weight.outputs <= FEW_OUTPUTS:
+        stages, ahead = 3, 512
+    elif pieces == 1 and large:
         stages, ahead = 5, 512
     elif weight.inputs > 2 * weight.outputs:
         stages, ahead = (5 if large else 3), 256
@@ -541,16 +545,15 @@ def _waiting_tile(weight: Packed) -> Tile:
         stages, ahead = 2, 512
     elif weight.outputs > weight.inputs:
         # Three stages leave room beside the blocks of the matmul before, so that these can wait for their turn there.
-        stages, ahead = 3, 0
+        stages, ahead = 3, 256
     else:
         stages, ahead = 5, 512
     if not _fits(weight, ahead):
         stages, ahead = 4, 0
     tile = Tile(16, 64, weight.step, 4, stages, pieces > 1, ahead)
-    for fewer in (256, 0):
-        if not all_start(weight, tile):
-            tile = replace(tile, stages=3, ahead=fewer if _fits(weight, fewer) else 0)
-    return tile
+    if not all_start(weight, tile):
+        tile = replace(tile, stages=3, ahead=256 if _fits(weight, 256) else 0)
+    return tile if all_start(weight, tile) else replace(tile, stages=5, ahead=0, described=True)
 
 
 def all_start(weight: Packed, tile: Tile) -> bool:
