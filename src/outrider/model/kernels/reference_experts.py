@@ -32,7 +32,8 @@ def _route_row(logits: Tensor, e: Experts, correction: Tensor | None) -> tuple[T
     if e.groups > 1:
         by_group = key.view(e.groups, -1)
         kept = best(by_group.topk(2).values.sum(-1), e.groups_kept)
-        ruled_out = torch.ones(e.groups, dtype=torch.bool).index_fill(0, kept, False)
+        every = torch.ones(e.groups, dtype=torch.bool, device=logits.device)
+        ruled_out = every.index_fill(0, kept, False)
         key = by_group.masked_fill(ruled_out[:, None], -torch.inf).flatten()
     chosen = best(key, e.per_token)
     weights = scores[chosen]
