@@ -99,7 +99,10 @@ class Estimates:
 
     def __init__(self, rates: AcceptanceRates, group: Group, names: Seq[str]) -> None:
         self.names = names
-        each = [(one, rates.by_sequence.get(one, {}), some) for one, some in zip(group.sequences, group.allowed)]
+        each = [
+            (one, rates.by_sequence.get(one, {}), some)
+            for one, some in zip(group.sequences, group.allowed, strict=True)
+        ]
         self.rates = [
             [(own.get(name) or rates.of(one, name)) if name in some else NOT_ALLOWED for name in names]
             for one, own, some in each
