@@ -353,6 +353,8 @@ FAULTS = [
           "serve/test_kv_events.py"),
     Fault("evicted blocks not published", "cache/prefix.py", "self.watch.removed([node.number for node in evicted])",
           "pass", "serve/test_kv_events.py"),
+    Fault("a plan kept for other sequences", "control/history.py", "(sequences, options.resident) and",
+          "(self.latest[0], options.resident) and", "control/test_plan_cache.py"),
     Fault("slots in common dropped once", "cache/pool.py", "if np.array_equal(self._order[slots], order):", "if True:",
           "cache/test_table.py"),
     Fault("messages out of order", "serve/outbox.py", "not self._left:\n                data",

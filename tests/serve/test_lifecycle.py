@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -31,11 +32,12 @@ from outrider.serve.backend import Backend
 from outrider.serve.engine_process import EngineProcess, prepare
 from outrider.serve.errors import ApiError
 from outrider.serve.keys import digest_of
-from outrider.serve.link import Accepted, Compiled, Refused, Start, Submit
+from outrider.serve.link import Accepted, Compiled, Pong, Refused, Start, Submit
 from outrider.serve.metrics import Metrics
 from outrider.serve.settings import ServeSettings
 from outrider.types import SamplingParams
 from tests.serve.conftest import COMMAND, UNENCRYPTED, Served, start_server, wait_for, write_tiny
+from tests.serve.test_outbox import received
 from tests.tiny import prompt_of, request, tiny_engine, tiny_model
 
 CALM = ("--threads", "1")  # a step of the tiny model is not worth a second thread
@@ -395,8 +397,10 @@ def test_a_client_that_goes_is_not_waited_for_by_a_slow_engine(quiet: Served) ->
 
 
 @contextlib.contextmanager
-def engine_in_hand(compile: Callable[[], None] = lambda: None) -> Iterator[tuple[EngineProcess, Driver]]:
-    """The engine's side of the socket around a tiny engine, with a say in how long a grammar takes."""
+def engine_in_hand(
+    compile: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[EngineProcess, Driver, socket.socket]]:
+    """The engine and its side of a socket, with a say in how long a grammar takes; and the other side."""
 
     def make(prompt: list[int], params: SamplingParams, owner: str, name: str, background: bool) -> Any:
         if params.grammar is not None:
@@ -407,16 +411,16 @@ def engine_in_hand(compile: Callable[[], None] = lambda: None) -> Iterator[tuple
     llm: Any = SimpleNamespace(driver=driver, engine=driver.engine, request=make)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        yield EngineProcess(theirs, llm), driver
+        yield EngineProcess(theirs, llm), driver, ours
         driver.close()
 
 
-def heard_until(process: EngineProcess, kind: type) -> list[Any]:
+def heard_until(sock: socket.socket, kind: type) -> list[Any]:
     """Messages for the API process, up to the first of that kind."""
-    received: list[Any] = []
-    while not received or not isinstance(received[-1], kind):
-        received.append(process.outbox.get(timeout=20))
-    return received
+    heard: list[Any] = []
+    while not heard or not isinstance(heard[-1], kind):
+        heard += received(sock, 1)
+    return heard
 
 
 REGEX = SamplingParams(grammar={"regex": "[a-z]+"})
@@ -429,18 +433,18 @@ def test_a_request_given_up_while_its_grammar_is_compiled_never_starts() -> None
         asked.set()
         assert compiled.wait(20)
 
-    with engine_in_hand(slowly) as (process, driver):
+    with engine_in_hand(slowly) as (process, driver, sock):
         process._submit(Submit("left", prompt_of(9), REGEX, ""))
         assert asked.wait(20)
         process._submit(Submit("passed by", prompt_of(9), SamplingParams(), ""))
-        assert [message.id for message in heard_until(process, Accepted)] == ["passed by"]
+        assert [message.id for message in heard_until(sock, Accepted)] == ["passed by"]
         process._abort("left")
         compiled.set()
         process.compilers.shutdown()
         driver.run(lambda: None)  # whatever was to be added by then is
-        process.outbox.put(None)
-        received = heard_until(process, type(None))
-    assert not [message for message in received if isinstance(message, Accepted)]
+        process.outbox.put(Pong())
+        heard = heard_until(sock, Pong)
+    assert not [message for message in heard if isinstance(message, Accepted)]
     assert not process.building
     assert not process.given_up
     assert not driver.engine.live
@@ -455,7 +459,7 @@ def test_a_grammar_given_up_before_its_turn_is_not_compiled() -> None:
         asked.release()
         assert compiled.wait(20)
 
-    with engine_in_hand(slowly) as (process, _):
+    with engine_in_hand(slowly) as (process, *_):
         for name in ("one", "two", "left"):
             process._submit(Submit(name, prompt_of(9), REGEX, ""))
         for _ in range(2):
@@ -469,14 +473,14 @@ def test_a_grammar_given_up_before_its_turn_is_not_compiled() -> None:
 
 def test_a_compiled_grammar_is_told_before_the_step_in_hand_ends() -> None:
     stepping, stepped = threading.Event(), threading.Event()
-    with engine_in_hand() as (process, driver):
+    with engine_in_hand() as (process, driver, sock):
         driver.post(lambda: (stepping.set(), stepped.wait(20), None)[-1])
         assert stepping.wait(20)
         process._submit(Submit("one", prompt_of(9), REGEX, ""))
-        assert isinstance(process.outbox.get(timeout=20), Compiled)
-        assert process.outbox.empty()
+        assert isinstance(received(sock, 1)[0], Compiled)
+        assert not select.select([sock], [], [], 0)[0]
         stepped.set()
-        assert isinstance(process.outbox.get(timeout=20), Accepted)
+        assert isinstance(received(sock, 1)[0], Accepted)
 
 
 def test_only_compiling_counts_against_the_time_for_grammars() -> None:
@@ -584,7 +588,7 @@ async def turns(condition: Callable[[], bool]) -> None:
 def test_an_engine_whose_thread_is_dead_does_not_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
     deaths: list[BaseException] = []
     monkeypatch.setattr("outrider.serve.engine_process._die", deaths.append)
-    with engine_in_hand() as (process, driver):
+    with engine_in_hand() as (process, driver, _):
         with contextlib.suppress(RuntimeError, OutriderError):
             driver.engine.step = None  # type: ignore[assignment]
             driver.submit([request("fatal", prompt_of(5))], lambda event: None)

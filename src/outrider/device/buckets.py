@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence as Seq
+from functools import cache
 
 from outrider.load.config import ModelConfig
 from outrider.model.staged import StagedShape, rows_together
@@ -63,6 +64,7 @@ def longest_run(size: int, seconds: float) -> int:
     return max(run for run in RUNS if run == 1 or run * seconds <= most)
 
 
+@cache
 def size_of(count: int) -> int:
     """The bucket for `count` sequences."""
     return bucket(count, (*SIZES, -(-count // BEYOND) * BEYOND))
@@ -82,12 +84,14 @@ def fitting_sizes(sizes: Seq[int], each: int) -> list[int]:
     return [size for size, more in zip(sizes, larger, strict=True) if size == 1 or more * each > ALIKE]
 
 
-def chunk_sizes(size: int) -> list[tuple[int, int]]:
+@cache
+def chunk_sizes(size: int) -> tuple[tuple[int, int], ...]:
     """Prompt rows and logits of steps beside `size` decoding sequences. The last has all rows that those leave."""
     left, (most, logits) = MOST_TOGETHER - -(-size // STAGED_MULTIPLE) * STAGED_MULTIPLE, CHUNK_SIZES[-1]
-    return [*CHUNK_SIZES, (left, logits)] if left > most else [*CHUNK_SIZES]
+    return (*CHUNK_SIZES, (left, logits)) if left > most else CHUNK_SIZES
 
 
+@cache
 def size_beside(size: int, count: int) -> int:
     """Size of a step beside prompt rows with room for `size` decoding sequences, where there are at most `count`."""
     return min(bucket(size, BESIDE), sizes_up_to(count)[-1])

@@ -355,6 +355,9 @@ class Engine:
         params, writer = sequence.request.params, self.writers[sequence]
         written = len(sequence.tokens) - sequence.prompt_len
         room = params.max_tokens - written
+        ends, free = sequence.request.stop_ids, sequence.grammar is None and not writer.stops
+        if free and len(tokens) < room and ends.isdisjoint(tokens):  # nothing ends here, as nearly always
+            return writer.stream.feed(*tokens), len(tokens)
         taken, shown, reason = _ending(sequence, tokens[:room])
         text, stopped = writer.feed(tokens[:shown], params.min_tokens - 1 - written)
         if stopped:

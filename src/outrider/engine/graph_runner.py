@@ -97,8 +97,15 @@ class GraphRunner(Runner):
     # ------------------------------------------------------------------------------------ what can be planned
 
     def members(self, work: Seq[Work]) -> Options:
-        decodes = tuple(one.decodes for one in work)
-        resident = tuple(d and self._stays(one.sequence) for d, one in zip(decodes, work, strict=True))
+        """A sequence stays in the persistent batch with a step in flight, else unless the host drafts for it."""
+        # `Work.decodes` is written out: this runs for every sequence in every step.
+        decodes = tuple([one.emits and one.known == 1 and one.sequence.launched == 0 for one in work])
+        resident = tuple(
+            [
+                d and (one.sequence.coming > 0 or not self._host_drafts(one.sequence))
+                for d, one in zip(decodes, work, strict=True)
+            ]
+        )
         count = sum(resident)
         size = self.sizes.choose(count) if count else 0
         return Options(size, resident, decodes, after_prompts=False)
@@ -126,10 +133,6 @@ class GraphRunner(Runner):
             available=packed.get("available", {}),
             waiting=waiting,
         )
-
-    def _stays(self, sequence: Sequence) -> bool:
-        """Whether it is in the persistent batch: always with a step in flight, else unless the host drafts for it."""
-        return sequence.coming > 0 or not self._host_drafts(sequence)
 
     def _host_drafts(self, sequence: Sequence) -> bool:
         how = sequence.request.params.speculation
