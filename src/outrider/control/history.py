@@ -163,7 +163,7 @@ class PlanCache:
         self.by_sequence: dict[Sequence, tuple[DraftPlan, Reason]] = {}
         self.size = 0  # of the persistent batch that the plan is for
         self.reading = False  # whether prompts were prefilled in its step
-        # As it was last reused without prompts: for which sequences, those of the persistent batch among them.
+        # The last reuse in a step without prompt rows: its sequences, which of them were resident, and the plan.
         self.latest: tuple[list[Sequence], tuple[bool, ...], Plan] | None = None
         self.without = 0  # plans in a row without a draft
         self.left = 0  # steps that the plan may still be used for
@@ -184,7 +184,7 @@ class PlanCache:
         if self.size != options.size or not (self.left or (reading and self._may_wait)):
             return None
         sequences = [one.sequence for one in work]
-        if self.latest and not reading and self.latest[:2] == (sequences, options.resident) and self.left:
+        if self.latest and not reading and self.latest[:2] == (sequences, options.resident):
             self.left -= 1
             return self.latest[2]
         found = []

@@ -428,7 +428,7 @@ class Planner:
         self._count_idle(record)
 
     def scored(self, score: Outcome) -> None:
-        """What a drafter would have got. A captured step has rows for it, drafted or not."""
+        """Learns what a model-free drafter would have got in a step in which it did not draft."""
         self.rates.observe(score.sequence, score.draft_plan.drafter, score.deepest, score.accepted)
 
     def _longer(self, record: StepRecord) -> float:

@@ -97,7 +97,7 @@ class GraphRunner(Runner):
     # ------------------------------------------------------------------------------------ what can be planned
 
     def members(self, work: Seq[Work]) -> Options:
-        """A sequence stays in the persistent batch with a step in flight, else unless the host drafts for it."""
+        """A sequence with a step in flight stays in the persistent batch, others unless the host drafts for them."""
         # `Work.decodes` is written out: this runs for every sequence in every step.
         decodes = tuple([one.emits and one.known == 1 and one.sequence.launched == 0 for one in work])
         resident = tuple(

@@ -1,8 +1,8 @@
 """The engine process: `python -m outrider.serve.engine_process FD`, started by backend.py.
 
 Two threads. The main one takes messages from the socket and turns requests into what the engine wants; the engine's
-own (driver.py) does the steps and sends what comes of them. Grammars are compiled in a small pool, so that a slow one
-holds up neither a step nor another request.
+own (driver.py) does the steps and sends what comes of them; a third sends only what the socket has no room for
+(outbox.py). Grammars are compiled in a small pool, so that a slow one holds up neither a step nor another request.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ SAME = (
 )
 PROGRESS_PARTS = 50  # of the weights: a message for each
 SAY_SECONDS = 1.0  # between steps whose reasons are put into words
-# New objects between two looks for garbage, which cost a step of 128 sequences 0.30 ms with Python's 700, 0.10 with
-# 5,000, and 0.04 with as many as these (log/121).
+# Threshold of the garbage collector's youngest generation. A step of 128 sequences spends 0.30 ms in it with Python's
+# 700, 0.10 with 5,000, and 0.04 with this (log/121).
 YOUNG_OBJECTS = 20_000
 SWITCH_SECONDS = 0.0005  # until a thread gives the interpreter to another that waits for it; 5 ms by default
 
@@ -375,9 +375,9 @@ def _end(s: Sequence) -> link.End:
 def keep_up() -> None:
     """Keeps other work from delaying the thread that runs the steps.
 
-    A full garbage collection of what is loaded would stop every thread for a tenth of a second, so it is frozen; and
-    what is new is looked at less often. Other threads give the interpreter back soon after the engine's thread asks for
-    it.
+    A full garbage collection of what is loaded would stop every thread for a tenth of a second, so it is frozen, and
+    new objects are collected less often. Other threads give the interpreter back soon after the engine's thread asks
+    for it.
     """
     gc.collect()
     gc.freeze()

@@ -48,7 +48,7 @@ def _experts_kernel(
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
-    GATED: tl.constexpr, PAIRED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ROUGH: tl.constexpr,
+    GATED: tl.constexpr, PAIRED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, PARTIAL: tl.constexpr,
     ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
@@ -98,12 +98,12 @@ def _experts_kernel(
     first = part * SEGMENT
     acc, up = one_segment(
         x_rows, there, w_rows, u_rows, s_rows, t_rows, first, tl.minimum(first + SEGMENT, width), inputs,
-        ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN, ROUGH,
+        ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN, PARTIAL,
     )  # fmt: skip
     acc = finished(
         acc, up, bias, part, n, side, x_rows, there, w_rows, u_rows, s_rows, t_rows, outputs, inputs, width,
         SEGMENT, SEGMENTS, SPREAD, ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, PAIRED, BIASED,
-        EVEN, ROUGH, ACTIVATION, CLAMP, out.dtype.element_ty,
+        EVEN, PARTIAL, ACTIVATION, CLAMP, out.dtype.element_ty,
     )  # fmt: skip
     if PAIRED:
         n = tl.program_id(0) % blocks * made + tl.arange(0, made)
@@ -120,7 +120,7 @@ def most_tiles(experts: int, rows: int, top: int, tile_rows: int) -> int:
 
 def choose_tile(weight: Packed, rows: int, top: int) -> Tile:
     """Room for twice the mean number of an expert's rows, so that few experts are read twice. Tiles are those of
-    matmul.py that were measured with as many rows; none was measured with experts.
+    matmul.py that were measured with as many rows; those of MXFP4 and of one row were measured with experts (log/121).
     """
     likely = 2 * -(-rows * top // weight.experts)
     tall = max(LOWEST, min(TALLEST, rows, triton.next_power_of_2(likely)))

@@ -46,14 +46,11 @@ ENOUGH_BLOCKS = 128  # that keep every multiprocessor reading
 SHORTEST_SEGMENT = 512
 WIDEST_CUT = 8192  # outputs of a weight that has segments at all
 ENOUGH_UNSPREAD = 96  # blocks of a tile of up to 64 rows that do as well alone
-FEW_OUTPUTS = 4 * HIGH  # of a router, whose few blocks have all the room that they want
+FEW_OUTPUTS = 4 * HIGH  # as of a router: so few blocks have a multiprocessor's memory each (log/121)
 LARGE = 64  # blocks of a plain weight: few rows lose nothing by fewer segments, and sums of many rows are read sooner
 SPREAD_ROWS = 2048  # up to which partial sums are worth their memory
-MULTIPROCESSORS, SHARED, RESERVED = (
-    132,
-    228 << 10,
-    1 << 10,
-)  # of a Hopper GPU: bytes of each, and those kept from a block
+# Of an H200: multiprocessors, bytes of shared memory in each, and those that the driver takes of them for a block.
+MULTIPROCESSORS, SHARED, RESERVED = 132, 228 << 10, 1 << 10
 AT_ONCE = 64  # blocks of HIGH outputs that are packed together; more would only take more memory
 
 
@@ -256,7 +253,7 @@ def one_segment(
     x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-    ROUGH: tl.constexpr, DESCRIBED: tl.constexpr = False,
+    PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr = False,
 ):  # fmt: skip
     """One segment's sums, from zero: [OUTPUTS, ROWS], twice when gated. If `DESCRIBED`, s_rows is the weight's tensor
     descriptor, and w_rows and u_rows are the rows in it.
@@ -264,7 +261,7 @@ def one_segment(
     if KIND == "bfloat16":
         acc, up = _plain_segment(
             x_rows, there, w_rows, u_rows, s_rows, first, last, inputs,
-            ROWS, OUTPUTS, INPUTS, GATED, EVEN, ROUGH, DESCRIBED,
+            ROWS, OUTPUTS, INPUTS, GATED, EVEN, PARTIAL, DESCRIBED,
         )  # fmt: skip
     else:
         acc, up = _widened_segment(
@@ -329,30 +326,30 @@ def _wide(words, scales, KIND: tl.constexpr, TO: tl.constexpr):
 def _plain_segment(
     x_rows, there, w_rows, u_rows, described, first, last, inputs,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
-    ROUGH: tl.constexpr, DESCRIBED: tl.constexpr,
+    PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Where the last step goes on after the segment (if `ROUGH`), it has zeros there."""
+    """If `PARTIAL`, the last step reads past the end of the segment, and sees zeros there."""
     acc = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up = tl.zeros((OUTPUTS, ROWS), tl.float32)
     c = tl.arange(0, INPUTS)[None, :]
     for start in range(first, last, INPUTS):
         mine = there if EVEN else there & (start + c < inputs)
-        if ROUGH:
+        if PARTIAL:
             mine = mine & (start + c < last)
         x = tl.load(x_rows + start + c, mask=mine, other=0.0)
-        w = _loaded(w_rows, start, c, last, described, ROUGH, DESCRIBED)
+        w = _loaded(w_rows, start, c, last, described, PARTIAL, DESCRIBED)
         acc = tl.dot(w, tl.trans(x), acc)
         if GATED:
-            u = _loaded(u_rows, start, c, last, described, ROUGH, DESCRIBED)
+            u = _loaded(u_rows, start, c, last, described, PARTIAL, DESCRIBED)
             up = tl.dot(u, tl.trans(x), up)
     return acc, up
 
 
 @triton.jit
-def _loaded(w_rows, start, c, last, described, ROUGH: tl.constexpr, DESCRIBED: tl.constexpr):
-    if DESCRIBED:  # of the next segment, too, which meets zeros
+def _loaded(w_rows, start, c, last, described, PARTIAL: tl.constexpr, DESCRIBED: tl.constexpr):
+    if DESCRIBED:  # what is read past the segment's end is multiplied by zeros
         w = described.load([w_rows, start])
-    elif ROUGH:
+    elif PARTIAL:
         w = tl.load(w_rows + start + c, mask=start + c < last, other=0.0)
     else:
         w = tl.load(w_rows + start + c)
@@ -387,7 +384,7 @@ def finished(
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
-    GATED: tl.constexpr, PAIRED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ROUGH: tl.constexpr,
+    GATED: tl.constexpr, PAIRED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, PARTIAL: tl.constexpr,
     ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, TO: tl.constexpr, DESCRIBED: tl.constexpr = False,
 ):  # fmt: skip
     """What becomes of a block's first segment: the bias, the segments after it, and the gate."""
@@ -401,7 +398,7 @@ def finished(
             last = tl.minimum((s + 1) * SEGMENT, width)
             more, more_up = one_segment(
                 x_rows, there, w_rows, u_rows, s_rows, t_rows, s * SEGMENT, last, inputs,
-                ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN, ROUGH, DESCRIBED,
+                ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN, PARTIAL, DESCRIBED,
             )  # fmt: skip
             acc += more
             if GATED:
@@ -419,7 +416,7 @@ def _matmul_kernel(
     SEGMENT: tl.constexpr, SEGMENTS: tl.constexpr, SPREAD: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, HIGH: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, IN_ONE: tl.constexpr, GROUPED: tl.constexpr,
-    GATED: tl.constexpr, PAIRED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, ROUGH: tl.constexpr,
+    GATED: tl.constexpr, PAIRED: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, PARTIAL: tl.constexpr,
     ACTIVATION: tl.constexpr, CLAMP: tl.constexpr, AHEAD: tl.constexpr, DESCRIBED: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     let_next_start(CHAIN)
@@ -455,14 +452,14 @@ def _matmul_kernel(
         ahead_x = tl.load(x_rows + last + tl.arange(0, AHEAD)[None, :], mask=there, other=0.0)
     acc, up = one_segment(
         x_rows, there, w_rows, u_rows, s_rows, t_rows, first, last, inputs,
-        ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN, ROUGH, DESCRIBED,
+        ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, EVEN, PARTIAL, DESCRIBED,
     )  # fmt: skip
     if AHEAD > 0:
         acc = tl.dot(ahead, tl.trans(ahead_x), acc)
     acc = finished(
         acc, up, bias, part, n, side, x_rows, there, w_rows, u_rows, s_rows, t_rows, outputs, inputs, width,
         SEGMENT, SEGMENTS, SPREAD, ROWS, OUTPUTS, INPUTS, HIGH, DEPTH, KIND, IN_ONE, GROUPED, GATED, PAIRED, BIASED,
-        EVEN, ROUGH, ACTIVATION, CLAMP, out.dtype.element_ty, DESCRIBED,
+        EVEN, PARTIAL, ACTIVATION, CLAMP, out.dtype.element_ty, DESCRIBED,
     )  # fmt: skip
     if PAIRED:
         n = tile // row_tiles * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
@@ -531,7 +528,8 @@ def _waiting_tile(weight: Packed) -> Tile:
     """
     pieces, large = segments(weight), weight.outputs >= HIGH * LARGE
     if weight.gated:
-        # Two blocks to a multiprocessor, and twice as many as of tiles that have a gate's and an up's outputs each.
+        # Two blocks to a multiprocessor. A paired tile has half as many results, so there are twice as many blocks,
+        # which multiprocessors share more evenly (log/121).
         return Tile(16, 64, weight.step, 4, 4, paired=True)
     if weight.outputs > WIDEST_CUT:
         return Tile(16, 64, weight.step, 4, 3, described=True)
@@ -557,7 +555,9 @@ def _waiting_tile(weight: Packed) -> Tile:
 
 
 def all_start(weight: Packed, tile: Tile) -> bool:
-    """Whether there is room for all blocks of few rows at once. A few that have to wait take as long as all others."""
+    """Whether all blocks of few rows fit the multiprocessors at once. A few that have to wait for others would double
+    the time.
+    """
     blocks = segments(weight) * -(-weight.outputs // tile.made)
     taken = 2 * (tile.stages * (tile.rows + tile.outputs) * tile.inputs + tile.ahead * tile.outputs)
     return -(-blocks // MULTIPROCESSORS) * (taken + RESERVED) <= SHARED
@@ -683,7 +683,7 @@ def kernel_options(weight: Packed, bias: Tensor | None, pieces: int, tile: Tile)
         ROWS=tile.rows, OUTPUTS=tile.outputs, INPUTS=tile.inputs, HIGH=HIGH, DEPTH=weight.depth,
         KIND=weight.kind, IN_ONE=_inputs_in_one(weight.kind), GROUPED=scales is not None and scales.shape[2] > 1,
         GATED=weight.gated and not tile.paired, PAIRED=tile.paired, BIASED=bias is not None,
-        EVEN=weight.inputs == weight.width and (plain or not over), ROUGH=rough and plain,
+        EVEN=weight.inputs == weight.width and (plain or not over), PARTIAL=rough and plain,
         ACTIVATION=weight.activation, CLAMP=weight.clamp,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
